@@ -1,0 +1,60 @@
+"""Watch and steer layer freezing while a PyTorch model trains.
+
+Example:
+    >>> import egeria_lab as lab
+    >>> session = lab.Session("mlp", "digits", epochs=2)
+    >>> session.step().step
+    1
+"""
+
+from egeria_lab import data, models
+from egeria_lab.algorithms.costs import count_flops
+from egeria_lab.algorithms.distances import (
+    cosine_distance,
+    linear_cka_distance,
+    relative_l2_distance,
+    sp_distance,
+)
+from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.algorithms.freezing import Freezer, freeze_layers
+from egeria_lab.algorithms.layers import layers
+from egeria_lab.data.datasets import ArrayDataset, Data
+from egeria_lab.engine.recorder import StepRecord
+from egeria_lab.errors import (
+    DataError,
+    EgeriaLabError,
+    InvalidSettingError,
+    LayerError,
+    MissingPackageError,
+    TrainingError,
+    UnknownNameError,
+)
+from egeria_lab.session import Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArrayDataset",
+    "Data",
+    "DataError",
+    "EgeriaLabError",
+    "Freezer",
+    "InvalidSettingError",
+    "LayerError",
+    "MissingPackageError",
+    "Plasticity",
+    "Session",
+    "StepRecord",
+    "TrainingError",
+    "UnknownNameError",
+    "__version__",
+    "cosine_distance",
+    "count_flops",
+    "data",
+    "freeze_layers",
+    "layers",
+    "linear_cka_distance",
+    "models",
+    "relative_l2_distance",
+    "sp_distance",
+]

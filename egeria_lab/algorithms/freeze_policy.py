@@ -1,0 +1,375 @@
+"""Decide which layers to freeze or thaw. Doing it is `freezing.Freezer`'s work.
+
+A policy is told the loss and learning rate of every step (`observe`) and, every so often, the plasticity
+of each active layer (`evaluate`); it answers with decisions. It knows no step counter and no widget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from egeria_lab.algorithms.distances import DISTANCES
+from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
+from egeria_lab.errors import InvalidSettingError, require, unknown_name
+
+RELAXED_FLOOR = 3
+"""After a thaw, `window` and `patience` are halved, but never below this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRates:
+    """What a thaw rule may look at.
+
+    Attributes:
+        now: learning rate of this step.
+        before: learning rate of the step before.
+        at_last_freeze: learning rate when a layer was last frozen, or None.
+        stood_still: the rate had not changed for a whole evaluation interval before this step.
+    """
+
+    now: float
+    before: float
+    at_last_freeze: float | None
+    stood_still: bool
+
+
+ThawRule = Callable[[LearningRates], str | None]
+"""Answers with the reason to thaw all frozen layers, or None."""
+
+
+def thaw_on_lr_drop(rates: LearningRates) -> str | None:
+    """Thaw when the rate has fallen in steps to a tenth since the last freeze, or jumped up tenfold.
+
+    A smooth decay (cosine) without restart does not thaw: only a drop from a rate that had stood still
+    counts. Source: Egeria (EuroSys 2023), section 4.2.
+
+    Example:
+        >>> thaw_on_lr_drop(LearningRates(now=0.01, before=0.1, at_last_freeze=0.1, stood_still=True))
+        'the learning rate fell from 0.1 to 0.01'
+        >>> thaw_on_lr_drop(LearningRates(now=0.01, before=0.011, at_last_freeze=0.1, stood_still=False))
+    """
+    if rates.at_last_freeze is None:
+        return None
+    if rates.before > 0 and rates.now >= 10 * rates.before:
+        return f"the learning rate restarted from {rates.before:.3g} to {rates.now:.3g}"
+    tenth = rates.now <= 0.1 * rates.at_last_freeze * (1 + 1e-9)
+    if tenth and rates.now < rates.before and rates.stood_still:
+        return f"the learning rate fell from {rates.at_last_freeze:.3g} to {rates.now:.3g}"
+    return None
+
+
+def never_thaw(_rates: LearningRates) -> str | None:
+    """Keep frozen layers frozen, whatever the learning rate does.
+
+    Example:
+        >>> never_thaw(LearningRates(now=0.001, before=0.1, at_last_freeze=0.1, stood_still=True))
+    """
+    return None
+
+
+THAW_RULES: dict[str, ThawRule] = {"lr_drop": thaw_on_lr_drop, "never": never_thaw}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plasticity:
+    """Egeria's rule: freeze the frontmost active layer when its plasticity has stopped moving.
+
+    Attributes:
+        distance: ``"sp"``, ``"cka"``, ``"cosine"`` or ``"relative_l2"``.
+        interval_steps: training steps between two readings, >= 1.
+        window: readings in the moving average and in the line fit, >= 2.
+        patience: stable readings in a row before a freeze, >= 1.
+        tolerance: share of a layer's own first slopes below which it is stable, >= 0.
+        bootstrap_change: nothing freezes until the training loss changes by less than this share
+            between two windows, > 0.
+        reference: ``"auto"`` or ``"fp32"``, the numeric format of the reference model.
+        refresh_evals: readings between two snapshots, or None for 2 × (window + patience); never less
+            than window + patience.
+        thaw: ``"lr_drop"``, ``"never"``, or a function of `LearningRates`.
+        max_frozen: at most this share of the layers may be frozen by the rule, in (0, 1], or None.
+        monitor_budget: share of the training time that readings may take, in (0, 1].
+        probe_rows: samples of the batch that a reading compares, >= 2.
+
+    Raises:
+        InvalidSettingError: when made with a value outside these ranges.
+
+    Source: Egeria (EuroSys 2023), sections 3 and 4.2.
+
+    Example:
+        >>> Plasticity(tolerance=0.3).tolerance
+        0.3
+        >>> Plasticity(patience=0)
+        Traceback (most recent call last):
+        egeria_lab.errors.InvalidSettingError: Plasticity.patience must be a whole number >= 1, got 0.
+    """
+
+    distance: str = "sp"
+    interval_steps: int = 10
+    window: int = 10
+    patience: int = 10
+    tolerance: float = 0.2
+    bootstrap_change: float = 0.10
+    reference: str = "auto"
+    refresh_evals: int | None = None
+    thaw: str | ThawRule = "lr_drop"
+    max_frozen: float | None = None
+    monitor_budget: float = 0.05
+    probe_rows: int = 64
+
+    prefix: ClassVar[str] = "freeze"
+
+    def __post_init__(self) -> None:
+        if self.distance not in DISTANCES:
+            raise unknown_name("distance", self.distance, DISTANCES)
+        for name, low in (("interval_steps", 1), ("window", 2), ("patience", 1), ("probe_rows", 2)):
+            value = getattr(self, name)
+            require(_whole(value) and value >= low, "Plasticity", name, value, f"a whole number >= {low}")
+        require(
+            _number(self.tolerance) and self.tolerance >= 0, "Plasticity", "tolerance", self.tolerance, ">= 0"
+        )
+        for name in ("bootstrap_change", "monitor_budget"):
+            value = getattr(self, name)
+            require(_number(value) and value > 0, "Plasticity", name, value, "a number > 0")
+        require(self.monitor_budget <= 1, "Plasticity", "monitor_budget", self.monitor_budget, "in (0, 1]")
+        require(
+            self.max_frozen is None or (_number(self.max_frozen) and 0 < self.max_frozen <= 1),
+            "Plasticity", "max_frozen", self.max_frozen, "in (0, 1] or None",
+        )  # fmt: skip
+        require(
+            self.refresh_evals is None or (_whole(self.refresh_evals) and self.refresh_evals >= 1),
+            "Plasticity", "refresh_evals", self.refresh_evals, "a whole number >= 1 or None",
+        )  # fmt: skip
+        if self.reference not in REFERENCES:
+            raise unknown_name("reference", self.reference, REFERENCES)
+        if not callable(self.thaw) and self.thaw not in THAW_RULES:
+            raise unknown_name("thaw rule", self.thaw, THAW_RULES)
+
+    @property
+    def thaw_rule(self) -> ThawRule:
+        """The thaw rule as a function."""
+        return self.thaw if callable(self.thaw) else THAW_RULES[self.thaw]
+
+    @property
+    def readings_per_snapshot(self) -> int:
+        """How many readings are made against one snapshot."""
+        shortest = self.window + self.patience
+        return max(shortest, self.refresh_evals) if self.refresh_evals is not None else 2 * shortest
+
+
+REFERENCES = ("auto", "fp32")
+
+
+def _number(value: object) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) < float("inf")
+    )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a policy wants done.
+
+    Attributes:
+        action: ``"freeze"``, ``"thaw"`` or ``"blocked"`` (would freeze, but may not).
+        layer: name of the layer.
+        reason: one clause with the numbers.
+        slope: |slope| that led to it, where there is one.
+        tolerance: what it was compared with.
+    """
+
+    action: str
+    layer: str
+    reason: str
+    slope: float | None = None
+    tolerance: float | None = None
+
+
+class PlasticityPolicy:
+    """Egeria's rule as a state machine over the ordered layers of one model.
+
+    Args:
+        layers: names of the layers, front to back; the last one (the head) is never frozen by the rule.
+        settings: the rule's settings; replace them at any time through `settings`.
+
+    Attributes:
+        bootstrapping: True while the loss still falls fast and nothing may freeze.
+        loss_change: relative change of the window-averaged loss at the last evaluation, or None.
+        relaxed: True after a thaw: window and patience are halved.
+
+    Example:
+        >>> policy = PlasticityPolicy(["a", "b"], Plasticity(window=2, patience=1, tolerance=0.5))
+        >>> policy.bootstrapping
+        True
+    """
+
+    def __init__(self, layers: Sequence[str], settings: Plasticity) -> None:
+        self.layers = tuple(layers)
+        self.settings = settings
+        self.tolerances: dict[str, float] = {}
+        self.bootstrapping = True
+        self.loss_change: float | None = None
+        self.relaxed = False
+        self._trends = {name: PlasticityTrend() for name in self.layers}
+        self._interval_losses: list[float] = []
+        self._losses: deque[float] = deque()
+        self._rate: float | None = None
+        self._rate_age = 0
+        self._rate_at_last_freeze: float | None = None
+        self._blocked: set[tuple[str, str]] = set()
+
+    @property
+    def window(self) -> int:
+        """Readings in the average and the fit that hold now."""
+        return max(RELAXED_FLOOR, self.settings.window // 2) if self.relaxed else self.settings.window
+
+    @property
+    def patience(self) -> int:
+        """Stable readings in a row that a freeze needs now."""
+        return max(RELAXED_FLOOR, self.settings.patience // 2) if self.relaxed else self.settings.patience
+
+    def tolerance_of(self, layer: str) -> float:
+        """The tolerance that holds for one layer: its own override, or the one for all."""
+        return self.tolerances.get(layer, self.settings.tolerance)
+
+    def limit_of(self, layer: str) -> float | None:
+        """The slope below which the layer counts as stable now; None until it is tuned."""
+        scale = self._trends[layer].scale
+        return None if scale is None else scale * self.tolerance_of(layer)
+
+    def stable_of(self, layer: str) -> int:
+        """How many readings in a row the layer has been stable."""
+        return self._trends[layer].stable
+
+    def observe(self, loss: float, learning_rate: float, frozen: Sequence[str]) -> list[Decision]:
+        """Take in one finished step; answers with thaws when the thaw rule asks for them."""
+        self._interval_losses.append(loss)
+        before = self._rate if self._rate is not None else learning_rate
+        rates = LearningRates(
+            now=learning_rate,
+            before=before,
+            at_last_freeze=self._rate_at_last_freeze,
+            stood_still=self._rate_age >= self.settings.interval_steps,
+        )
+        reason = self.settings.thaw_rule(rates) if frozen else None
+        self._rate_age = self._rate_age + 1 if learning_rate == before else 1
+        self._rate = learning_rate
+        if reason is None:
+            return []
+        return [Decision(action="thaw", layer=name, reason=reason) for name in frozen]
+
+    def thawed(self) -> None:
+        """Note that the thaw rule's decision was carried out: from now on criteria are relaxed."""
+        self.relaxed = True
+        self._rate_at_last_freeze = None
+
+    def froze(self) -> None:
+        """Note that a layer was frozen at the current learning rate."""
+        self._rate_at_last_freeze = self._rate
+
+    def restart(self, layer: str | None = None) -> None:
+        """Begin new series, after a refresh (all layers) or after a thaw by hand (one layer)."""
+        for name in [layer] if layer is not None else self.layers:
+            self._trends[name].restart()
+
+    def evaluate(
+        self,
+        values: Mapping[str, float],
+        *,
+        frozen: Sequence[str],
+        pinned: Sequence[str],
+        passes: float,
+    ) -> tuple[dict[str, Reading], list[Decision]]:
+        """Take in one reading of each layer in `values` and decide about the frontmost active one.
+
+        Args:
+            values: layer → distance to the reference.
+            frozen: names of frozen layers.
+            pinned: names of layers that may not be frozen by a rule.
+            passes: passes over the training data so far.
+
+        Returns:
+            The reading of each layer, and the decisions.
+        """
+        self._update_bootstrap(passes)
+        readings = {name: self._read(name, value) for name, value in values.items()}
+        if self.bootstrapping:
+            return readings, []
+        front = next((name for name in self.layers if name not in frozen), None)
+        if front is None or front not in readings or readings[front].verdict != "freeze":
+            return readings, []
+        reading = readings[front]
+        obstacle = self._obstacle(front, len(frozen), pinned)
+        if obstacle is not None:
+            readings[front] = replace(reading, verdict="blocked")
+            if (front, obstacle) in self._blocked:
+                return readings, []
+            self._blocked.add((front, obstacle))
+            return readings, [Decision(action="blocked", layer=front, reason=obstacle)]
+        assert reading.slope is not None
+        assert reading.tolerance is not None
+        reason = (
+            f"slope {reading.slope:.1e} < tolerance {reading.tolerance:.1e} "
+            f"for {reading.stable} of {self.patience} readings"
+        )
+        decision = Decision(
+            action="freeze", layer=front, reason=reason, slope=reading.slope, tolerance=reading.tolerance
+        )
+        return readings, [decision]
+
+    def _read(self, name: str, value: float) -> Reading:
+        reading = self._trends[name].update(
+            value, window=self.window, patience=self.patience, tolerance=self.tolerance_of(name)
+        )
+        if self.bootstrapping:  # slopes of the critical period would tune the tolerance far too wide
+            self._trends[name].first_slopes.clear()
+            self._trends[name].stable = 0
+            return replace(reading, tolerance=None, stable=0, verdict="warming up")
+        return reading
+
+    def _update_bootstrap(self, passes: float) -> None:
+        if not self._interval_losses:
+            return
+        self._losses.append(sum(self._interval_losses) / len(self._interval_losses))
+        self._interval_losses.clear()
+        window = self.settings.window
+        while len(self._losses) > 2 * window:
+            self._losses.popleft()
+        if len(self._losses) < 2 * window:
+            return
+        recent = list(self._losses)
+        before = sum(recent[:window]) / window
+        after = sum(recent[window:]) / window
+        self.loss_change = abs(before - after) / max(abs(before), 1e-12)
+        if self.bootstrapping and passes >= 1 and self.loss_change < self.settings.bootstrap_change:
+            self.bootstrapping = False
+
+    def _obstacle(self, layer: str, num_frozen: int, pinned: Sequence[str]) -> str | None:
+        if layer in pinned:
+            return "it is pinned"
+        if layer == self.layers[-1]:
+            return "the head is never frozen by a rule"
+        cap = self.settings.max_frozen
+        if cap is not None and num_frozen + 1 > cap * len(self.layers):
+            allowed = int(cap * len(self.layers))
+            return f"max_frozen={cap:.3g} allows at most {allowed} of {len(self.layers)} layers"
+        return None
+
+    def set_tolerance(self, layer: str, tolerance: float) -> None:
+        """Give one layer a tolerance of its own.
+
+        Raises:
+            InvalidSettingError: when it is negative or not a number.
+        """
+        if not _number(tolerance) or tolerance < 0:
+            raise InvalidSettingError(f"Plasticity.tolerance must be >= 0, got {tolerance!r}.")
+        self.tolerances[layer] = float(tolerance)

@@ -1,0 +1,339 @@
+"""Cut a model into its ordered layer modules, from one traced batch and not from names.
+
+A *layer module* is a segment of the model between two cut points, front (input) to back (head). Cuts are
+proved by replay (`tracing.is_good_cut`), so none lies inside a skip connection. A segment starts with a
+module that owns weights (convolution, linear, embedding, attention); norms, activations and pooling go
+with the segment before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from egeria_lab.algorithms.tracing import Call, is_good_cut, record, skipping, undisturbed
+from egeria_lab.errors import LayerError, unknown_name
+from egeria_lab.tables import html_table, text_table
+
+
+@dataclass(slots=True, eq=False)
+class LayerModule:
+    """One freezable part of a model.
+
+    Attributes:
+        name: qualified name of its main submodule; what `freeze` takes.
+        title: what it is, in words.
+        output: the submodule whose output is the cut behind this layer module.
+        modules: all submodules inside.
+        parameters: all parameters that are used here for the last time, trainable or not.
+        note: why it is special (tied weights, shared modules), or empty.
+    """
+
+    name: str
+    title: str
+    output: nn.Module
+    modules: list[nn.Module] = field(repr=False)
+    parameters: list[nn.Parameter] = field(repr=False)
+    note: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, trainable or not."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+class LayerModules(Sequence[LayerModule]):
+    """The layer modules of one model, front to back; prints as a table."""
+
+    def __init__(self, items: Sequence[LayerModule]) -> None:
+        self._items = list(items)
+
+    @property
+    def names(self) -> list[str]:
+        """Names, front to back."""
+        return [item.name for item in self._items]
+
+    def find(self, name: str) -> LayerModule:
+        """The layer module called `name`.
+
+        Raises:
+            UnknownNameError: when there is none.
+        """
+        for item in self._items:
+            if item.name == name:
+                return item
+        raise unknown_name("layer", name, self.names)
+
+    def index_of(self, name: str) -> int:
+        """Position of the layer module called `name`, front to back, from 0."""
+        return self._items.index(self.find(name))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[LayerModule]:
+        return iter(self._items)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._items[index]
+
+    def _rows(self) -> list[list[str]]:
+        return [[item.name, item.title, f"{item.num_parameters:,}", item.note] for item in self._items]
+
+    def __repr__(self) -> str:
+        return text_table(["layer", "what", "parameters", "note"], self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(["layer", "what", "parameters", "note"], self._rows())
+
+
+def layers(
+    model: nn.Module,
+    example: object,
+    *,
+    names: Sequence[str] | None = None,
+    forward: Callable[[nn.Module, object], object] | None = None,
+) -> LayerModules:
+    """Find the layer modules of any model by running one batch through it.
+
+    The model is left as it was: modes, buffers, generators and hooks.
+
+    Args:
+        model: any module.
+        example: one batch of inputs; two samples are enough.
+        names: qualified names of the modules at whose outputs to cut, front to back, to decide it
+            yourself; the head is added when it is not named. Cuts are still proved.
+        forward: ``forward(model, example)`` when ``model(example)`` is not how the model is called.
+
+    Raises:
+        LayerError: when the model has no parameter, or a named module is no good place to cut.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> layers(model, torch.zeros(2, 4)).names
+        ['0', '2']
+    """
+    call = forward if forward is not None else (lambda m, x: m(x))
+    with undisturbed(model):
+
+        def run() -> object:
+            torch.manual_seed(0)  # inside a fork: a model that draws numbers draws the same in each replay
+            return call(model, example)
+
+        with torch.no_grad():
+            calls, outputs = record(model, run)
+        weighted = [i for i, c in enumerate(calls) if _owns_weights(c.module)]
+        if not weighted:
+            raise LayerError("the model has no weights in any submodule: there is nothing to freeze.")
+        if names is None:
+            cuts = _automatic_cuts(model, calls, weighted, run, outputs)
+        else:
+            cuts = _named_cuts(calls, names, run, outputs)
+        return _segments(model, calls, cuts, run)
+
+
+def _owns_weights(module: nn.Module) -> bool:
+    return any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+
+
+def _blocks(model: nn.Module) -> tuple[str, ...]:
+    """Name prefixes of repeated blocks (encoder layer, residual block), which are never cut inside.
+
+    A block is a composite member of a Sequential or ModuleList whose class occurs there at least twice
+    and that holds no smaller block.
+    """
+    found = []
+    for name, container in model.named_modules():
+        if not isinstance(container, (nn.Sequential, nn.ModuleList)):
+            continue
+        kinds = [type(member) for member in container]
+        for key, member in container.named_children():
+            composite = next(member.children(), None) is not None and not isinstance(
+                member, (nn.Sequential, nn.ModuleList)
+            )
+            if composite and kinds.count(type(member)) >= 2:
+                found.append(f"{name}.{key}." if name else f"{key}.")
+    return tuple(a for a in found if not any(b != a and b.startswith(a) for b in found))
+
+
+def _automatic_cuts(
+    model: nn.Module,
+    calls: list[Call],
+    weighted: list[int],
+    run: Callable[[], object],
+    outputs: object,
+) -> list[int]:
+    """Between two neighbouring weighted calls, the outermost and then latest good cut, if any."""
+    cuts = []
+    blocks = _blocks(model)
+    for before, after in pairwise(weighted):
+        places = [
+            i
+            for i in range(before, calls[after].first)
+            if tree_flatten(calls[i].output)[0] and not calls[i].name.startswith(blocks)
+        ]
+        places.sort(key=lambda i: (calls[i].name.count("."), -i))
+        good = next((i for i in places if is_good_cut(calls, i, run, outputs)), None)
+        if good is not None:
+            cuts.append(good)
+    return cuts
+
+
+def _named_cuts(
+    calls: list[Call], names: Sequence[str], run: Callable[[], object], outputs: object
+) -> list[int]:
+    known = list(dict.fromkeys(call.name for call in calls))
+    cuts = []
+    for name in names:
+        if name not in known:
+            raise unknown_name("submodule", name, known)
+        position = max(i for i, call in enumerate(calls) if call.name == name)
+        behind = any(_owns_weights(call.module) for call in calls[position + 1 :])
+        if behind and not is_good_cut(calls, position, run, outputs):
+            raise LayerError(
+                f"{name!r} is no place to cut: the part behind it needs more from the front than its "
+                "output (a skip connection, for example). Name the module at which the paths meet."
+            )
+        if behind:
+            cuts.append(position)
+    if cuts != sorted(cuts):
+        raise LayerError(f"layers must be named front to back, in the order in which they run: got {names}.")
+    return cuts
+
+
+def _segments(
+    model: nn.Module, calls: list[Call], cuts: list[int], run: Callable[[], object]
+) -> LayerModules:
+    ends = [*cuts, len(calls) - 1]
+    uses: dict[nn.Module, set[int]] = {}
+    for position, call in enumerate(calls):
+        segment = next(i for i, end in enumerate(ends) if position <= end)
+        uses.setdefault(call.module, set()).add(segment)
+    # A container belongs to a segment only if all that was called inside it does.
+    for position, call in enumerate(calls):
+        for inner in calls[call.first : position]:
+            uses[call.module] |= uses[inner.module]
+    owners = _parameter_owners(model, calls, cuts, run, uses)
+    result = []
+    for index in range(len(ends)):
+        inside = [module for module, segments in uses.items() if segments == {index}]
+        names = {module: name for name, module in model.named_modules()}
+        inside = _with_uncalled_children(inside, uses)
+        parameters = [p for p in model.parameters() if owners.get(id(p)) == index]
+        main = _main_module(inside, names)
+        shared = any(
+            len(uses.get(module, set())) > 1 and list(module._parameters.values()) for module in inside
+        )
+        result.append(
+            LayerModule(
+                name=names[main] if main is not None else calls[ends[index]].name,
+                title=_title(main),
+                output=calls[ends[index]].module,
+                modules=inside,
+                parameters=parameters,
+                note="shares weights with a later layer" if shared else "",
+            )
+        )
+    return _unique(result)
+
+
+def _with_uncalled_children(inside: list[nn.Module], uses: dict[nn.Module, set[int]]) -> list[nn.Module]:
+    """Add submodules that were never called by themselves (a container used through its weights)."""
+    found = dict.fromkeys(inside)
+    for module in inside:
+        for child in module.modules():
+            if child not in uses:
+                found.setdefault(child)
+    return list(found)
+
+
+def _main_module(inside: list[nn.Module], names: dict[nn.Module, str]) -> nn.Module | None:
+    """The outermost module with weights, the first of them when several stand side by side."""
+    with_weights = [m for m in inside if any(p.dim() >= 2 for p in m.parameters())]
+    if not with_weights:
+        return None
+    order = list(names)
+    return min(with_weights, key=lambda m: (names[m].count("."), order.index(m)))
+
+
+def _parameter_owners(
+    model: nn.Module,
+    calls: list[Call],
+    cuts: list[int],
+    run: Callable[[], object],
+    uses: dict[nn.Module, set[int]],
+) -> dict[int, int]:
+    """Parameter id → the last segment that uses it.
+
+    Where the owner of a parameter runs in exactly one segment that is the answer. Otherwise (a parameter
+    of the model itself, tied or shared weights) autograd is asked which parameters the part behind each
+    cut still reaches.
+    """
+    owners: dict[int, int] = {}
+    doubtful: list[nn.Parameter] = []
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    for parameter in model.parameters():
+        segments: set[int] = set()
+        for module in holders[id(parameter)]:
+            segments |= uses.get(module, {-1, -2})
+        if len(segments) == 1:
+            owners[id(parameter)] = segments.pop()
+        else:
+            doubtful.append(parameter)
+    if doubtful:
+        owners.update(_last_reached(doubtful, calls, cuts, run))
+    return owners
+
+
+def _last_reached(
+    parameters: list[nn.Parameter], calls: list[Call], cuts: list[int], run: Callable[[], object]
+) -> dict[int, int]:
+    flags = [parameter.requires_grad for parameter in parameters]
+    owners = {id(parameter): 0 for parameter in parameters}
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for segment, cut in enumerate(cuts, start=1):
+            with skipping(calls, cut, calls[cut].output):
+                outputs = run()
+            leaves = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor) and x.requires_grad]
+            if not leaves:
+                continue
+            total = torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+            grads = torch.autograd.grad(total, parameters, allow_unused=True)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if grad is not None:
+                    owners[id(parameter)] = segment
+    finally:
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+    return owners
+
+
+def _title(module: nn.Module | None) -> str:
+    if module is None:
+        return "no weights of its own"
+    own = getattr(module, "title", None)
+    if callable(own):
+        return str(own())
+    kinds = [type(m).__name__ for m in module.modules() if _owns_weights(m)]
+    inside = ", ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds) if k != type(module).__name__)
+    return f"{type(module).__name__}" + (f" ({inside})" if inside else "")
+
+
+def _unique(items: list[LayerModule]) -> LayerModules:
+    seen: dict[str, int] = {}
+    for item in items:
+        seen[item.name] = seen.get(item.name, 0) + 1
+        if seen[item.name] > 1:
+            item.name = f"{item.name}#{seen[item.name]}"
+    return LayerModules(items)

@@ -1,0 +1,188 @@
+"""The command line: ``egeria-lab lab``, ``demo`` and ``doctor``. Exit status 0 only on success."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from egeria_lab import __version__, data, models
+from egeria_lab.demo import DemoResult, run_demo
+from egeria_lab.doctor import examine
+from egeria_lab.errors import EgeriaLabError, InvalidSettingError
+from egeria_lab.session import Session
+from egeria_lab.tables import percent, text_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Example:
+        >>> main(["doctor", "--json"])  # doctest: +SKIP
+        0
+    """
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        print("egeria-lab: interrupted.", file=sys.stderr)
+        return 130
+    except (EgeriaLabError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"egeria-lab: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = argparse.ArgumentParser(
+        prog="egeria-lab", description="Watch and steer layer freezing while a PyTorch model trains."
+    )
+    parser.add_argument("--version", action="version", version=f"egeria-lab {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    lab = commands.add_parser("lab", parents=[common], help="open JupyterLab on the notebooks")
+    lab.add_argument("folder", nargs="?", help="folder with the notebooks; default: ./notebooks, or a copy")
+    lab.add_argument("--no-browser", action="store_true", help="start the server only")
+    lab.add_argument("--port", type=int, help="port of the server")
+    lab.set_defaults(command=_lab)
+
+    demo = commands.add_parser(
+        "demo", parents=[common], help="train the embedded default and its baseline"
+    )
+    demo.add_argument("--model", default="resnet8", help="one of " + ", ".join(models.names()))
+    demo.add_argument("--data", default="fashion-mini", help="one of " + ", ".join(data.names()))
+    demo.add_argument("--epochs", type=float, default=8, help="passes over the training data (default 8)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--threads", type=int, help="torch threads; default: chosen by measuring")
+    demo.add_argument("--no-baseline", action="store_true", help="leave out the run without freezing")
+    demo.add_argument("--report", default="report.html", help="where the offline page goes")
+    demo.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    demo.set_defaults(command=_demo)
+
+    doctor = commands.add_parser("doctor", parents=[common], help="what this machine has and what is used")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.threads is not None and options.threads < 1:
+        raise InvalidSettingError(f"--threads must be a whole number >= 1, got {options.threads}.")
+    shown = 0
+    bar: Any = None
+
+    def on_block(session: Session) -> None:
+        nonlocal bar, shown
+        if bar is None:
+            bar = tqdm(total=session.planned_steps, desc=session.name, unit="step", file=sys.stderr)
+        bar.update(session.steps_done - bar.n)
+        for event in session.events.since(shown):
+            bar.write(f"step {event.step:>5}  {event.sentence()}", file=sys.stderr)
+        shown = len(session.events)
+
+    result = run_demo(
+        model=options.model,
+        data=options.data,
+        epochs=options.epochs,
+        seed=options.seed,
+        baseline=not options.no_baseline,
+        report=options.report,
+        threads=options.threads,
+        on_block=on_block,
+    )
+    if bar is not None:
+        bar.close()
+    print(json.dumps(result.to_dict()) if options.json else _demo_in_words(result))
+    return 0
+
+
+def _demo_in_words(result: DemoResult) -> str:
+    session = result.session
+    compared = [["with freezing", percent(result.final_accuracy), f"{_seconds(session):.1f}"]]
+    if result.baseline_accuracy is not None:
+        saved = result.time_saved_fraction or 0.0
+        compared.append(
+            ["without", percent(result.baseline_accuracy), f"{_seconds(session) / (1 - saved):.1f}"]
+        )
+    parts = [
+        text_table(["run", "validation accuracy", "seconds, watching included"], compared),
+        f"Saved: {percent(result.flops_saved_fraction)} of the FLOPs (counted), "
+        f"{percent(result.time_saved_fraction)} of the time (measured"
+        + (" beside the run without freezing)." if result.baseline_accuracy is not None else ")."),
+        repr(session.layers),
+        repr(session.savings()),
+        f"Threads: {result.threads}.",
+        f"Report: {result.report}",
+    ]
+    return "\n\n".join(parts)
+
+
+def _seconds(session: Session) -> float:
+    book = session.savings().book
+    return book.train_seconds + book.monitor_seconds
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = examine()
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    rows = [[key, str(found[key])] for key in ("device", "cores", "threads", "int8_engine", "widgets")]
+    rows += [[name, str(number or "not installed")] for name, number in found["versions"].items()]
+    print(text_table(["what", "found"], rows))
+    for note in found["notes"]:
+        print(f"- {note}")
+    return 0
+
+
+def _lab(options: argparse.Namespace) -> int:
+    folder = _notebook_folder(options.folder)
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}"]
+    if options.no_browser:
+        command.append("--no-browser")
+    if options.port is not None:
+        command.append(f"--port={options.port}")
+    first = next(iter(sorted(folder.glob("01_*.ipynb"))), None)
+    if first is not None:
+        command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
+    return subprocess.call(command)
+
+
+def _notebook_folder(asked: str | None) -> Path:
+    """The folder to open: the one asked for, the checkout's, or a writable copy of the installed ones.
+
+    Raises:
+        InvalidSettingError: when there is no such folder.
+    """
+    if asked is not None:
+        if not Path(asked).is_dir():
+            raise InvalidSettingError(
+                f"there is no folder {asked!r}; give one with notebooks, or none."
+            )
+        return Path(asked)
+    here = Path("notebooks")
+    if any(here.glob("01_*.ipynb")):
+        return here
+    installed = Path(sysconfig.get_path("data")) / "share" / "egeria_lab" / "notebooks"
+    copy = Path("egeria-lab-notebooks")
+    if not copy.exists():
+        if not installed.is_dir():
+            raise InvalidSettingError("no notebooks were found; give their folder: egeria-lab lab FOLDER")
+        shutil.copytree(installed, copy)
+    return copy
+
+
+if __name__ == "__main__":
+    sys.exit(main())

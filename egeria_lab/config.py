@@ -1,0 +1,202 @@
+"""The settings that may change mid-run, by dotted name, with what a slider needs to know about each.
+
+Every setting lives with its owner (``freeze.*`` in `algorithms.freeze_policy.Plasticity`); here they are
+gathered under the names that `Session.override` takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.errors import InvalidSettingError, unknown_name
+from egeria_lab.events import Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting that may change mid-run.
+
+    Attributes:
+        name: dotted name, for example ``"freeze.tolerance"``.
+        value: what holds now for all layers.
+        default: what the session started with.
+        low: smallest useful value, the left end of a slider.
+        high: largest useful value, the right end of a slider; code may go beyond where that is valid.
+        unit: unit of the value, or empty.
+        log_scale: a slider should be logarithmic.
+        integer: only whole numbers are allowed.
+        per_layer: may have another value for one layer.
+        applies: when a change takes effect.
+        help: one sentence on what it does.
+    """
+
+    name: str
+    value: Scalar
+    default: Scalar
+    low: float
+    high: float
+    unit: str = ""
+    log_scale: bool = False
+    integer: bool = False
+    per_layer: bool = False
+    applies: str = "next plasticity reading"
+    help: str = ""
+
+
+_FREEZE: dict[str, dict[str, Any]] = {
+    "tolerance": {
+        "low": 0.01, "high": 2.0, "log_scale": True, "per_layer": True, "unit": "× first slopes",
+        "help": "A layer is stable when its slope falls below this share of its own first slopes.",
+    },
+    "window": {
+        "low": 2, "high": 40, "integer": True, "unit": "readings",
+        "help": "Readings in the moving average and in the line fit.",
+    },
+    "patience": {
+        "low": 1, "high": 40, "integer": True, "unit": "readings",
+        "help": "Stable readings in a row that a freeze needs.",
+    },
+    "interval_steps": {
+        "low": 1, "high": 100, "integer": True, "unit": "steps", "applies": "next step",
+        "help": "Training steps between two plasticity readings.",
+    },
+    "bootstrap_change": {
+        "low": 0.01, "high": 1.0, "log_scale": True, "unit": "share",
+        "help": "Nothing freezes until the loss changes by less than this share between two windows.",
+    },
+    "max_frozen": {
+        "low": 0.05, "high": 1.0, "unit": "share of layers",
+        "help": "At most this share of the layers may be frozen by the rule.",
+    },
+    "monitor_budget": {
+        "low": 0.005, "high": 0.5, "log_scale": True, "unit": "share of time",
+        "help": "Share of the training time that plasticity readings may take.",
+    },
+}  # fmt: skip
+_LEARNING_RATE: dict[str, Any] = {
+    "low": 1e-5, "high": 1.0, "log_scale": True, "applies": "next step",
+    "help": "Peak learning rate; the schedule keeps its shape.",
+}  # fmt: skip
+LEARNING_RATE = "optimizer.lr"
+
+
+class Settings:
+    """What the settings of one session are now and were at its start.
+
+    Args:
+        freeze: the freezing rule's settings, or None when layers are frozen by hand only.
+        learning_rate: peak learning rate.
+
+    Example:
+        >>> settings = Settings(Plasticity(), learning_rate=0.1)
+        >>> settings.value("freeze.patience")
+        10
+        >>> settings.change("freeze.patience", 5)
+        >>> settings.value("freeze.patience"), settings.default("freeze.patience")
+        (5, 10)
+    """
+
+    def __init__(self, freeze: Plasticity | None, learning_rate: float) -> None:
+        self.freeze = freeze
+        self.learning_rate = learning_rate
+        self.per_layer: dict[tuple[str, str], float] = {}
+        self._start = (freeze, learning_rate)
+
+    def names(self) -> list[str]:
+        """Names of all settings that may change mid-run."""
+        freeze = [f"freeze.{name}" for name in _FREEZE] if self.freeze is not None else []
+        return [*freeze, LEARNING_RATE]
+
+    def value(self, name: str, layer: str | None = None) -> Scalar:
+        """What holds now, for one layer or for all.
+
+        Raises:
+            UnknownNameError: when there is no such setting.
+        """
+        self._check_name(name)
+        if layer is not None and (name, layer) in self.per_layer:
+            return self.per_layer[name, layer]
+        return self._read(name, (self.freeze, self.learning_rate))
+
+    def default(self, name: str) -> Scalar:
+        """What the session started with."""
+        self._check_name(name)
+        return self._read(name, self._start)
+
+    def check(self, name: str, value: object, layer: str | None = None) -> None:
+        """Raise the error that `change` would raise, and change nothing.
+
+        Raises:
+            UnknownNameError: when there is no such setting.
+            InvalidSettingError: when the value is out of range, or the setting is not one a layer can have.
+        """
+        self._check_name(name)
+        if layer is not None and not _FREEZE.get(name.removeprefix("freeze."), {}).get("per_layer", False):
+            per_layer = ", ".join(f"freeze.{key}" for key, spec in _FREEZE.items() if spec.get("per_layer"))
+            raise InvalidSettingError(
+                f"{name} holds for all layers and cannot be set for {layer}; one layer can have {per_layer}."
+            )
+        if name == LEARNING_RATE:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise InvalidSettingError(f"{name} must be a number > 0, got {value!r}.")
+        else:
+            self._replaced(name, value)
+
+    def change(self, name: str, value: Any, layer: str | None = None) -> None:
+        """Give a setting a new value. Errors as `check`; on an error nothing changes."""
+        self.check(name, value, layer)
+        if layer is not None:
+            self.per_layer[name, layer] = float(value)
+        elif name == LEARNING_RATE:
+            self.learning_rate = float(value)
+        else:
+            self.freeze = self._replaced(name, value)
+
+    def forget(self, name: str, layer: str) -> None:
+        """Let a layer follow the value for all layers again."""
+        self.per_layer.pop((name, layer), None)
+
+    def list(self) -> list[Setting]:
+        """Every setting with its present value and range."""
+        result = []
+        for name in self.names():
+            spec = _LEARNING_RATE if name == LEARNING_RATE else _FREEZE[name.removeprefix("freeze.")]
+            result.append(Setting(name=name, value=self.value(name), default=self.default(name), **spec))
+        return result
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.names():
+            if name.startswith("freeze.") and self.freeze is None:
+                raise InvalidSettingError(
+                    f"{name} belongs to a freezing rule and this session has none (freeze=None); "
+                    "build it with freeze=lab.Plasticity()."
+                )
+            raise unknown_name("setting", name, self.names())
+
+    def _read(self, name: str, source: tuple[Plasticity | None, float]) -> Scalar:
+        value: Scalar = (
+            source[1] if name == LEARNING_RATE else getattr(source[0], name.removeprefix("freeze."))
+        )
+        return value
+
+    def _replaced(self, name: str, value: Any) -> Plasticity:
+        assert self.freeze is not None
+        field = name.removeprefix("freeze.")
+        kinds = {f.name: f.type for f in fields(Plasticity)}
+        if kinds[field] == "int" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # a slider sends 10.0 for 10
+        return replace(self.freeze, **{field: value})
+
+
+def derive_seed(seed: int, *purpose: str | int) -> int:
+    """A seed for one purpose, the same on every machine and independent of any generator's state.
+
+    Example:
+        >>> derive_seed(0, "order", 1) == derive_seed(0, "order", 1) != derive_seed(0, "order", 2)
+        True
+    """
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

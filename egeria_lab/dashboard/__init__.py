@@ -1,0 +1,1 @@
+"""The live dashboard, the figures and the report; the only folder that knows widget and chart libraries."""

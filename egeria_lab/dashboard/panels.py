@@ -1,0 +1,95 @@
+"""The panels: what each is called, what it shows in one line, and which columns of history it needs.
+
+The page draws them in this order. A panel that needs a new column only names it here: the feed sends the
+union of what all panels need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+
+class Panel:
+    """One picture of a run; a subclass says what it needs, ``static/`` holds how it is drawn.
+
+    Attributes:
+        key: names the drawing function in the page.
+        title: heading of the panel.
+        hint: one line for somebody who sees the panel for the first time.
+        needs: table name → columns (``loss_mean`` and the like are made by the feed), besides the step, which is always sent.
+    """
+
+    key: ClassVar[str]
+    title: ClassVar[str]
+    hint: ClassVar[str]
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+
+class PlasticityPanel(Panel):
+    """How far each layer's output still moves, and how its trend compares with the tolerance."""
+
+    key = "plasticity"
+    title = "Plasticity"
+    hint = "How much each layer still changes. When its trend stays under the tolerance, the layer is frozen."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "plasticity": (
+            "layer", "value", "smoothed", "slope", "tolerance", "stable", "verdict", "generation",
+        ),
+        "lanes": ("layer", "kind", "by"),
+    }  # fmt: skip
+
+
+class LossPanel(Panel):
+    """Loss and accuracy, with a mark where a layer froze."""
+
+    key = "loss"
+    title = "Loss and accuracy"
+    hint = "Freezing should not bend these curves. Marks show where a layer froze or thawed."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "steps": ("loss", "loss_mean", "accuracy_mean"),
+        "epochs": ("epoch", "train_loss", "train_accuracy", "valid_loss", "valid_accuracy"),
+        "lanes": ("layer", "kind", "by"),
+    }
+
+
+class TimelinePanel(Panel):
+    """One lane a layer: when it trained, when it was frozen, and by whom."""
+
+    key = "timeline"
+    title = "Freeze timeline"
+    hint = "One lane a layer, front of the model first. Solid: frozen by the rule; hatched: frozen by hand."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"lanes": ("layer", "kind", "by", "slope", "tolerance")}
+
+
+class SavingsPanel(Panel):
+    """What freezing saves in computation, time and memory, beside what watching costs."""
+
+    key = "savings"
+    title = "Savings"
+    hint = (
+        "Share of what training without freezing would have taken: what theory says, and what was measured."
+    )
+
+
+PANELS: tuple[type[Panel], ...] = (PlasticityPanel, TimelinePanel, LossPanel, SavingsPanel)
+"""All panels, in the order in which the page shows them."""
+
+
+def columns_needed(panels: Iterable[type[Panel]] = PANELS) -> dict[str, tuple[str, ...]]:
+    """The union of what some panels need: table name → columns, in order of first mention.
+
+    Example:
+        >>> columns_needed([TimelinePanel])
+        {'lanes': ('layer', 'kind', 'by', 'slope', 'tolerance')}
+    """
+    union: dict[str, dict[str, None]] = {}
+    for panel in panels:
+        for table, columns in panel.needs.items():
+            union.setdefault(table, {}).update(dict.fromkeys(columns))
+    return {table: tuple(columns) for table, columns in union.items()}
+
+
+def describe(panels: Iterable[type[Panel]] = PANELS) -> list[dict[str, str]]:
+    """What the page must know of the panels to lay them out."""
+    return [{"key": panel.key, "title": panel.title, "hint": panel.hint} for panel in panels]

@@ -1,0 +1,280 @@
+"""The one thread that talks to the pages: it listens, decides whether and how fast to send, and sends.
+
+It is silent when nobody looks, never has more than one unanswered frame under way, and slows down with the
+slowest of: the asked rate, four times what a page needs to draw, and a page that has stopped answering.
+Training never waits for it: an event only wakes it, a request only lands in its mailbox.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextvars
+import gzip
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Protocol
+
+from egeria_lab.dashboard.controls import Controls
+from egeria_lab.dashboard.feed import Feed
+from egeria_lab.dashboard.frames import pack
+from egeria_lab.events import Event, RunFailed, RunPaused, RunStopped
+
+MOST_HZ = 4.0
+ANSWERS_HZ = 2.0
+QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
+GONE_SECONDS = 10.0  # no answer for this long: the page is gone, say nothing until it speaks again
+LEDGER_SECONDS = 2.0
+SETTLE_SECONDS = 2.0  # after a run event the state may follow a moment later: look again until then
+RESTING = ("idle", "paused", "stopped", "finished", "failed")
+
+Message = Mapping[str, object]
+
+
+class Outlet(Protocol):
+    """Where the publisher's words go: the widget, or a list in a test."""
+
+    def send(self, content: dict[str, object], buffers: list[bytes]) -> None: ...
+    def update(self, **traits: object) -> None: ...
+    def rest(self, state: str) -> None: ...
+
+
+@cache
+def packed_plotly() -> bytes:
+    """plotly.js of the installed plotly package, gzip'ed (1.5 MB)."""
+    return gzip.compress(files("plotly").joinpath("package_data/plotly.min.js").read_bytes(), 6)
+
+
+@dataclass
+class View:
+    """A page that shows the dashboard, as far as it has told us.
+
+    Attributes:
+        visible: whether somebody can see it.
+        draw_seconds: main-thread time of its last redraw.
+        hz: the most updates a second that it wants.
+    """
+
+    visible: bool = True
+    draw_seconds: float = 0.0
+    hz: float = MOST_HZ
+
+
+class Publisher:
+    """Decides what to send and when; `run` is the body of its thread, `tick` one look at the world.
+
+    Args:
+        feed: reads the session.
+        controls: says what is pending.
+        outlet: takes the messages.
+        rate_hz: most updates a second, ``0 < rate_hz <= 4``.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        controls: Controls,
+        outlet: Outlet,
+        *,
+        rate_hz: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._feed, self._controls, self._outlet = feed, controls, outlet
+        self._clock = clock
+        self._rate_hz = min(max(rate_hz, 0.1), MOST_HZ)
+        self._mail: deque[Message] = deque(maxlen=1000)
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._views: dict[str, View] = {}
+        self._full_due = self._plotly_due = self._as_text = False
+        self._seq = self._answered = 0
+        self._sent_at = self._unanswered_since = self._next_ledger = -1e9
+        self._settle_until = clock() + SETTLE_SECONDS
+        self._rested_as: str | None = None
+        self._cost = CostMeter()
+        self._unsubscribe = feed.session.events.subscribe(self._on_event)
+
+    # -- from any thread ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, in a copy of the calling cell's context: what it prints or sends belongs there."""
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self.run,), name="egeria-lab-dashboard", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the subscription; calling it twice is harmless."""
+        self._closed = True
+        self._unsubscribe()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def receive(self, message: Message) -> None:
+        """Take a page's message; a request becomes a command at once, the rest waits for the thread."""
+        if message.get("kind") == "do":
+            self._controls.handle(message)
+        self._mail.append(message)
+        self._wake.set()
+
+    def _on_event(self, event: Event) -> None:
+        comes_to_rest = isinstance(event, (RunPaused, RunStopped, RunFailed))
+        if comes_to_rest:
+            self._settle_until = self._clock() + SETTLE_SECONDS
+        if comes_to_rest or self._views:
+            self._wake.set()
+
+    # -- on the publisher's thread -----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Look, wait, look again, until closed."""
+        delay: float | None = 0.0
+        while not self._closed:
+            self._wake.wait(delay)
+            self._wake.clear()
+            if self._closed:
+                return
+            try:
+                delay = self.tick()
+            except Exception as error:  # a fault in watching is shown, and never reaches training
+                self._outlet.update(notice=f"Dashboard: {type(error).__name__}: {error}")
+                delay = 1.0
+            self._cost.note(self._feed.session.state == "running")
+
+    def tick(self) -> float | None:
+        """Do what is due now.
+
+        Returns:
+            Seconds until the next look, or None to sleep until woken.
+        """
+        now = self._clock()
+        while self._mail:
+            self._read(self._mail.popleft(), now)
+        if self._plotly_due:
+            self._send_plotly()
+        resting = self._come_to_rest(now)
+        if not self._looked_at(now):
+            if self._full_due:
+                self._send_frame(now)  # a hidden page asked: answer once
+            return 0.25 if not resting else None
+        due = self._sent_at + self._interval(now)
+        if self._full_due or (now >= due and self._may_send(now)):
+            self._send_frame(now)
+            due = self._sent_at + self._interval(now)
+        return max(0.05, due - now)
+
+    def _read(self, message: Message, now: float) -> None:
+        kind, name = message.get("kind"), str(message.get("view", ""))
+        if kind == "bye":
+            self._views.pop(name, None)
+            return
+        view = self._views.setdefault(name, View())
+        view.visible = bool(message.get("visible", view.visible))
+        view.hz = _positive(message.get("hz"), view.hz)
+        view.draw_seconds = _positive(message.get("draw_ms"), 1e3 * view.draw_seconds) / 1e3
+        if kind == "hello":
+            self._full_due = True
+            self._as_text = self._as_text or bool(message.get("as_text"))
+        elif kind == "plotly":
+            self._plotly_due = True
+            self._as_text = self._as_text or bool(message.get("as_text"))
+        self._answered = max(self._answered, int(_positive(message.get("seq"), 0)))
+        self._unanswered_since = now
+
+    def _looked_at(self, now: float) -> bool:
+        if self._seq != self._answered and now - self._unanswered_since > GONE_SECONDS:
+            self._views.clear()
+        return any(view.visible for view in self._views.values())
+
+    def _quiet(self, now: float) -> bool:
+        return self._seq != self._answered and now - self._unanswered_since > QUIET_SECONDS
+
+    def _may_send(self, now: float) -> bool:
+        window = 1 if self._rate_hz <= ANSWERS_HZ else 2  # pages answer at most twice a second
+        return self._seq - self._answered < window or self._quiet(now)
+
+    def _interval(self, now: float) -> float:
+        seen = [view for view in self._views.values() if view.visible]
+        wished = [
+            1 / self._rate_hz,
+            *(1 / view.hz for view in seen),
+            *(4 * view.draw_seconds for view in seen),
+        ]
+        return max([*wished, 1.0] if self._quiet(now) else wished)
+
+    def _send_frame(self, now: float) -> None:
+        parts = self._feed.full() if self._full_due else self._feed.delta()
+        self._show_state(now)
+        if parts or self._full_due:
+            if self._seq == self._answered:
+                self._unanswered_since = now
+            self._seq += 1
+            header, buffers = pack(parts, self._seq, full=self._full_due, as_text=self._as_text)
+            self._outlet.send(header, buffers)
+        self._full_due = False
+        self._sent_at = now
+
+    def _show_state(self, now: float) -> None:
+        self._outlet.update(**self._feed.state(), commands=self._controls.report())
+        if now >= self._next_ledger:
+            before = self._clock()
+            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction))
+            spent = self._clock() - before
+            self._next_ledger = now + max(LEDGER_SECONDS, 100 * spent)
+
+    def _come_to_rest(self, now: float) -> bool:
+        """When a run pauses or ends, leave a picture that needs no kernel; True when nothing is to follow."""
+        state = self._feed.session.state
+        if state in RESTING and state != self._rested_as and self._feed.session.steps_done:
+            self._next_ledger = -1e9
+            self._show_state(now)
+            self._outlet.rest(state)
+        self._rested_as = state if state in RESTING else None
+        return now >= self._settle_until
+
+    def _send_plotly(self) -> None:
+        self._plotly_due = False
+        if self._as_text:
+            text = base64.b64encode(packed_plotly()).decode("ascii")
+            self._outlet.send({"kind": "plotly", "text": [text]}, [])
+        else:
+            self._outlet.send({"kind": "plotly"}, [packed_plotly()])
+
+
+class CostMeter:
+    """The publisher's processor time as a share of the time that training runs.
+
+    Attributes:
+        fraction: the share so far, >= 0, or None before training has run beside the publisher.
+    """
+
+    def __init__(self) -> None:
+        self.fraction: float | None = None
+        self._cpu_seconds = self._wall_seconds = 0.0
+        self._last: tuple[float, float] | None = None
+
+    def note(self, running: bool) -> None:
+        """Take the time since the last call into account if training ran meanwhile; on the publisher's thread."""
+        now = (time.thread_time(), time.monotonic())
+        if running and self._last is not None:
+            self._cpu_seconds += now[0] - self._last[0]
+            self._wall_seconds += now[1] - self._last[1]
+            self.fraction = self._cpu_seconds / self._wall_seconds if self._wall_seconds > 0 else None
+        self._last = now if running else None
+
+
+def _positive(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, (int, float)) and value > 0 else otherwise

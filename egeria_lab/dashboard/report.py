@@ -1,0 +1,201 @@
+"""One HTML file about a run that needs no network: the numbers, the pictures, the events, the settings."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from egeria_lab.dashboard.figure_style import THEMES
+from egeria_lab.dashboard.figures import (
+    learning_figure,
+    plasticity_figure,
+    savings_figure,
+    savings_over_time_figure,
+    timeline_figure,
+)
+from egeria_lab.dashboard.report_style import CSS, THEME_SCRIPT
+from egeria_lab.dashboard.summary import (
+    SavingRow,
+    SessionView,
+    headlines,
+    layer_rows,
+    saving_rows,
+    setting_rows,
+)
+from egeria_lab.errors import EgeriaLabError
+from egeria_lab.events import Event
+from egeria_lab.tables import html_table, percent
+
+PACKAGES = ("egeria-lab", "torch", "numpy", "plotly")
+MOST_EVENTS = 3000
+PLOT_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+}
+
+
+def write_report(session: SessionView, path: str | os.PathLike[str], *, x: str = "steps") -> Path:
+    """Write everything worth knowing about a run into one HTML file that opens without a network.
+
+    The file is written beside its target under another name and then renamed, so that a reader never meets
+    half a report. The session is only read; it may be training meanwhile.
+
+    Args:
+        session: what to report on, in any state.
+        path: the file to write; an existing file is replaced.
+        x: x axis of the charts, a key of `egeria_lab.dashboard.series.X_AXES`.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        EgeriaLabError: when the folder does not exist or cannot be written to, or the path is a folder.
+        UnknownNameError: when `x` is not the name of an x axis.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from egeria_lab.session import Session
+        >>> with TemporaryDirectory() as folder:
+        ...     write_report(Session("mlp", "digits"), f"{folder}/run.html").name
+        'run.html'
+    """
+    target = Path(path).expanduser().absolute()
+    if target.is_dir():
+        raise EgeriaLabError(
+            f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html."
+        )
+    if not target.parent.is_dir():
+        raise EgeriaLabError(
+            f"Cannot write the report to {target}: its folder does not exist. Create {target.parent} first."
+        )
+    page = render_report(session, x=x)
+    part = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        part.write_text(page, encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise EgeriaLabError(
+            f"Cannot write the report to {target}: {error.strerror}. Choose a folder that you may write to."
+        ) from error
+    return target
+
+
+def render_report(session: SessionView, *, x: str = "steps") -> str:
+    """The report as the text of an HTML page, about 5 MB, nearly all of it plotly.js.
+
+    Args:
+        session: what to report on.
+        x: x axis of the charts, a key of `egeria_lab.dashboard.series.X_AXES`.
+
+    Example:
+        >>> from egeria_lab.session import Session
+        >>> "no reading yet" in render_report(Session("mlp", "digits"))
+        True
+    """
+    history, events, layers = session.history, list(session.events), list(session.layers)
+    ledger = session.savings().to_dict()
+    sections = [
+        _figure("learning", learning_figure(history, events, x=x)),
+        _figure("plasticity", plasticity_figure(history, events, layers, x=x)),
+        _figure("timeline", timeline_figure(history, events, layers, x=x)),
+        f'<div class="pair">{_figure("savings", savings_figure(ledger))}'
+        f"{_figure('savings-over-time', savings_over_time_figure(history, x=x))}</div>",
+        _section("Savings, and the reason for each zero", _savings_table(saving_rows(ledger))),
+        _section("Layers", _scroll(html_table(*layer_rows(layers, ledger)), "wide")),
+        _section("What happened", _event_table(events)),
+        _section("Settings", _scroll(html_table(*setting_rows(session, layers)))),
+        _section("Versions", _scroll(html_table(["what", "version"], _versions(session)))),
+    ]
+    title = html.escape(session.name)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}: layer freezing report</title><style>{CSS}</style>"
+        f"<script>{get_plotlyjs()}</script></head><body><main>{_header(session, ledger)}"
+        f"{''.join(sections)}</main><script>{THEME_SCRIPT.replace('__THEMES__', json.dumps(THEMES))}</script>"
+        "</body></html>\n"
+    )
+
+
+def _header(session: SessionView, ledger: Mapping[str, object]) -> str:
+    cards = "".join(
+        f'<div class="card"><div class="label">{html.escape(card.label)}</div>'
+        f'<div class="value">{html.escape(card.value)}</div>'
+        f'<div class="note">{html.escape(card.note)}</div></div>'
+        for card in headlines(session, ledger)
+    )
+    failed = (
+        f'<p class="failed">{html.escape(_fault(session.error))}</p>' if session.error is not None else ""
+    )
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        f"<header><h1>{html.escape(session.name)}</h1>"
+        f'<p class="note">Layer freezing report, written {written}. '
+        f"Trained on {html.escape(str(session.device))}.</p>{failed}</header>"
+        f'<section class="cards" aria-label="headline numbers">{cards}</section>'
+    )
+
+
+def _fault(error: BaseException) -> str:
+    return f"The run failed: {type(error).__name__}: {error}. What was recorded until then is below."
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
+
+
+def _scroll(body: str, kind: str = "") -> str:
+    """A frame in which wide or long content scrolls; reachable by keyboard."""
+    return f'<div class="scroll {kind}" tabindex="0">{body}</div>'
+
+
+def _figure(name: str, figure: go.Figure) -> str:
+    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)")
+    body = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        div_id=f"figure-{name}",
+        config=PLOT_CONFIG,
+    )
+    title = html.escape(figure.layout.title.text, quote=True)
+    return f'<section class="plot" role="figure" aria-label="{title}">{body}</section>'
+
+
+def _savings_table(rows: Iterable[SavingRow]) -> str:
+    head = ["", "theoretical", "measured", "amount", "why"]
+    cells = [
+        [row.quantity, percent(row.theoretical), percent(row.measured), row.absolute, row.why] for row in rows
+    ]
+    return _scroll(html_table(head, cells))
+
+
+def _event_table(events: list[Event]) -> str:
+    shown = events[-MOST_EVENTS:]
+    cells = [[f"{event.step:,}", type(event).__name__, event.by, event.sentence()] for event in shown]
+    left_out = len(events) - len(shown)
+    note = f'<p class="note">The first {left_out:,} events are left out.</p>' if left_out else ""
+    if not cells:
+        return '<p class="note">Nothing has happened yet.</p>'
+    return note + _scroll(html_table(["step", "event", "by", "in words"], cells))
+
+
+def _versions(session: SessionView) -> list[list[str]]:
+    found = [["device", str(session.device)], ["Python", platform.python_version()]]
+    for package in PACKAGES:
+        try:
+            found.append([package, version(package)])
+        except PackageNotFoundError:
+            found.append([package, "not installed as a package"])
+    return [*found, ["system", f"{platform.system()} on {platform.machine()}"]]

@@ -1,0 +1,66 @@
+// One Plotly picture: sized to its box, themed, redrawn only when asked, with our own hover line.
+
+const CONFIG = { displayModeBar: false, responsive: false, doubleClick: "reset", scrollZoom: false };
+
+class Plot {
+  constructor(box, context, describe) {
+    this.context = context;
+    this.describe = describe; // (plotly point, all points) => text of the hover line
+    this.node = make("div", { class: "egl-plot", role: "figure" });
+    this.wait = make("div", { class: "egl-wait" }, "loading the chart library …");
+    this.node.append(this.wait);
+    box.append(this.node);
+  }
+
+  layout(extra) {
+    const { theme } = this.context;
+    const axis = {
+      gridcolor: theme.grid, linecolor: theme.grid, zeroline: false, nticks: 4, tickfont: { size: 12 },
+      tickcolor: theme.grid, automargin: false, fixedrange: false, separatethousands: true,
+    };
+    const layout = {
+      width: this.node.clientWidth, height: this.node.clientHeight,
+      margin: { l: 64, r: 16, t: 10, b: 38 }, showlegend: false, hovermode: "closest", dragmode: "zoom",
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "kept",
+      font: { family: theme.font, size: 12, color: theme.ink }, ...extra,
+    };
+    for (const name of Object.keys(layout)) {
+      if (/^[xy]axis\d*$/.test(name)) layout[name] = { ...axis, ...layout[name] };
+    }
+    return layout;
+  }
+
+  draw(traces, extra) {
+    const { Plotly } = this.context;
+    if (!Plotly || this.node.clientWidth < 40) return;
+    this.wait.remove();
+    Plotly.react(this.node, traces, this.layout(extra), CONFIG);
+    if (!this.listening) this.listen();
+    this.node.dataset.points = traces.reduce((sum, trace) => sum + (trace.counted ?? trace.x?.length ?? 0), 0);
+  }
+
+  listen() {
+    this.listening = true;
+    this.node.on("plotly_hover", ({ points, event }) => {
+      const text = this.describe(points[0], points);
+      if (text && event) this.context.tip.show(text, event.clientX, event.clientY);
+    });
+    this.node.on("plotly_unhover", () => this.context.tip.hide());
+  }
+
+  close() {
+    this.context.Plotly?.purge(this.node);
+  }
+}
+
+// The x axis that all panels share: from the first step to the last one seen.
+function stepAxis(context) {
+  return { range: [0, Math.max(10, context.data.lastStep * 1.01)], title: { text: "training step", standoff: 6 } };
+}
+
+// Whole decades around some positive values, so that the axis stands still while the values move.
+function decades(low, high) {
+  const from = Math.floor(Math.log10(Math.max(FLOOR, low)));
+  const to = Math.ceil(Math.log10(Math.max(FLOOR, high)));
+  return [from, Math.max(to, from + 1)];
+}

@@ -1,0 +1,6 @@
+"""Data sets by name, and the two classes for your own."""
+
+from egeria_lab.data.datasets import ArrayDataset, Data, MapDataset
+from egeria_lab.data.registry import describe, load, names
+
+__all__ = ["ArrayDataset", "Data", "MapDataset", "describe", "load", "names"]

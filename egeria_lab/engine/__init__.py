@@ -1,0 +1,1 @@
+"""What a training step is made of; `egeria_lab.session.Session` puts it together."""

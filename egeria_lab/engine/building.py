@@ -1,0 +1,65 @@
+"""Check what a session was asked for and build its data and model, before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from egeria_lab import data as data_sets
+from egeria_lab import models
+from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.config import derive_seed
+from egeria_lab.data.datasets import Data
+from egeria_lab.errors import DataError, InvalidSettingError, require
+
+
+def check_arguments(batch_size: int, epochs: float | None, seed: int, freeze: Any) -> None:
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
+    require(whole, "Session", "batch_size", batch_size, "a whole number >= 1")
+    valid = epochs is None or (isinstance(epochs, (int, float)) and 0 < epochs < float("inf"))
+    require(valid, "Session", "epochs", epochs, "a number > 0 or None")
+    require(isinstance(seed, int) and not isinstance(seed, bool), "Session", "seed", seed, "a whole number")
+    require(
+        freeze is None or isinstance(freeze, Plasticity),
+        "Session",
+        "freeze",
+        freeze,
+        "lab.Plasticity(…) or None",
+    )
+
+
+def load_data(data: Any) -> tuple[Data, Any, Any]:
+    if isinstance(data, str):
+        data = data_sets.load(data)
+    if isinstance(data, Data):
+        return data, data.train, data.valid
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        parts: list[Any] = [part.dataset if isinstance(part, DataLoader) else part for part in data]
+        train, valid = parts
+        described = Data(name="own data", train=train, valid=valid, num_classes=None, input_shape=())
+        return described, data[0], data[1]
+    raise DataError(
+        "data must be a name, a lab.Data, or a pair (train, valid) of data sets or of DataLoaders; got "
+        f"{type(data).__name__}."
+    )
+
+
+def build_model(model: nn.Module | str, data: Data, seed: int) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, str):
+        raise InvalidSettingError(
+            f"model must be a torch.nn.Module or a name ({', '.join(models.names())}); "
+            f"got {type(model).__name__}."
+        )
+    input_shape, num_classes = data.input_shape, data.num_classes
+    if not input_shape or num_classes is None:
+        raise InvalidSettingError(
+            f"a model by name ({model!r}) needs to know the shape and classes of the data; give lab.Data(…) "
+            "with input_shape and num_classes, or build the model yourself with lab.models.build."
+        )
+    return models.build(
+        model, input_shape=input_shape, num_classes=num_classes, seed=derive_seed(seed, "model") % 2**31
+    )

@@ -1,0 +1,120 @@
+"""Which layer is in which state, since when, why and by whom: the one table that every view shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.errors import unknown_name
+from egeria_lab.tables import html_table, text_table
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """State of one layer module.
+
+    Attributes:
+        name: what `freeze` takes.
+        title: what the layer is, in words.
+        num_parameters: number of its weights.
+        frozen: it is not trained now.
+        pinned: no rule may freeze it.
+        since_step: finished steps when the state last changed.
+        reason: why it is in this state.
+        by: who put it there.
+        note: why it is special, or empty.
+    """
+
+    name: str
+    title: str
+    num_parameters: int
+    frozen: bool = False
+    pinned: bool = False
+    since_step: int = 0
+    reason: str = "trained from the start"
+    by: str = "session"
+    note: str = ""
+
+    @property
+    def state(self) -> str:
+        """``"frozen"``, ``"pinned"`` (trained, and no rule may freeze it) or ``"active"``."""
+        return "frozen" if self.frozen else "pinned" if self.pinned else "active"
+
+    def set(self, step: int, reason: str, by: str) -> None:
+        """Note a change of state."""
+        self.since_step, self.reason, self.by = step, reason, by
+
+
+class LayerBoard:
+    """The rows of all layer modules, front to back; prints as a table.
+
+    Example:
+        >>> import torch
+        >>> from egeria_lab.algorithms.layers import layers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> board = LayerBoard(layers(model, torch.zeros(2, 2)))
+        >>> [(row.name, row.state) for row in board]
+        [('0', 'active'), ('1', 'active')]
+    """
+
+    def __init__(self, layers: LayerModules) -> None:
+        self._rows = {
+            layer.name: LayerRow(layer.name, layer.title, layer.num_parameters, note=layer.note)
+            for layer in layers
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Names, front to back."""
+        return list(self._rows)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of frozen layers, front to back."""
+        return tuple(name for name, row in self._rows.items() if row.frozen)
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """Names of pinned layers, front to back."""
+        return tuple(name for name, row in self._rows.items() if row.pinned)
+
+    @property
+    def prefix_length(self) -> int:
+        """How many layers from the front are frozen without a gap."""
+        return next((i for i, row in enumerate(self._rows.values()) if not row.frozen), len(self._rows))
+
+    def __getitem__(self, name: str | int) -> LayerRow:
+        if isinstance(name, int):
+            return list(self._rows.values())[name]
+        if name not in self._rows:
+            raise unknown_name("layer", name, self._rows)
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(list(self._rows.values()))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [
+                row.name, row.title, f"{row.num_parameters:,}", _state_in_words(row),
+                f"{row.since_step:,}", row.by, "; ".join(part for part in (row.reason, row.note) if part),
+            ]
+            for row in self
+        ]  # fmt: skip
+
+    def __repr__(self) -> str:
+        return text_table(_HEAD, self._cells())
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, self._cells())
+
+
+def _state_in_words(row: LayerRow) -> str:
+    return row.state + (", pinned" if row.pinned and row.frozen else "")
+
+
+_HEAD = ["layer", "what", "parameters", "state", "since step", "by", "why"]

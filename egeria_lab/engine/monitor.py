@@ -1,0 +1,213 @@
+"""Read plasticity at intervals: run reference and training model on the same rows, compare, record."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from egeria_lab.algorithms.costs import StepFlops
+from egeria_lab.algorithms.distances import distance
+from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
+from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.plasticity import Reading
+from egeria_lab.algorithms.reference import Reference
+from egeria_lab.data.loaders import Batch
+from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.trainer import Trainer
+from egeria_lab.errors import TrainingError
+from egeria_lab.events import BootstrapFinished, EventLog, ReferenceRefreshed
+from egeria_lab.history import VERDICTS, History
+
+
+class PlasticityMonitor:
+    """Feeds the freezing rule with plasticity readings.
+
+    A reading runs the first `probe_rows` samples of the batch through the reference and through the
+    training model of this moment, both in eval mode. Taking the activations of the training forward itself
+    would save one pass, but in train mode batch statistics differ from the reference's stored ones: late
+    in training of a ResNet-8 the noise around the local trend was 0.85 of the value in the first layer,
+    against 0.30 in eval mode; and right after a snapshot the distance is then not zero.
+
+    The frontmost active layer is read every time. Others are read every n-th time, n being the smallest
+    that keeps the counted FLOPs of readings within `monitor_budget`: a decision that depends on no clock.
+
+    Args:
+        trainer: runs the model.
+        layers: the layer modules.
+        policy: the rule to feed.
+        history: where readings go.
+        events: where refreshes go.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        layers: LayerModules,
+        policy: PlasticityPolicy,
+        history: History,
+        events: EventLog,
+    ) -> None:
+        self.trainer = trainer
+        self.layers = layers
+        self.policy = policy
+        self.history = history
+        self.events = events
+        self.seconds = 0.0
+        self.latest: dict[str, Reading] = {}
+        self._readings_since_refresh = 0
+        self._readings = 0
+        self._refresh_reason: str | None = "first snapshot, at the start"
+        outputs = {layer.name: layer.output for layer in layers}
+        self.reference = Reference(
+            trainer.model, outputs, lambda model, content: trainer.run_model(model, content)
+        )
+
+    def after_step(
+        self,
+        batch: Batch,
+        *,
+        step: int,
+        passes: float,
+        loss: float,
+        learning_rate: float,
+        board: LayerBoard,
+        flops: StepFlops,
+    ) -> list[Decision]:
+        """Let the rule look at a finished step, with a plasticity reading when one is due.
+
+        Args:
+            batch: the batch that was trained on.
+            step: number of finished steps.
+            passes: passes over the data so far.
+            loss: its mean loss.
+            learning_rate: rate it was made with.
+            board: states of the layers.
+            flops: FLOPs of a training step per sample, as things are frozen now.
+
+        Raises:
+            TrainingError: when an activation is not finite.
+        """
+        decisions = self.policy.observe(loss, learning_rate, board.frozen)
+        if decisions or not self.is_due(step):
+            return decisions
+        settings = self.policy.settings
+        rows = min(settings.probe_rows, len(batch))
+        training = flops.total * len(batch) * settings.interval_steps
+        cost_ratio = 2 * rows * sum(flops.forward) / training if training else 0.0
+        return self.read(batch, step, passes, board.frozen, board.pinned, cost_ratio)
+
+    def request_refresh(self, reason: str) -> None:
+        """Take a new snapshot before the next reading."""
+        self._refresh_reason = reason
+
+    def is_due(self, step: int) -> bool:
+        """True when a reading follows this step."""
+        return step % self.policy.settings.interval_steps == 0
+
+    def read(
+        self,
+        batch: Batch,
+        step: int,
+        passes: float,
+        frozen: Sequence[str],
+        pinned: Sequence[str],
+        cost_ratio: float,
+    ) -> list[Decision]:
+        """Make one reading and return what the rule decides.
+
+        Args:
+            batch: the batch that was just trained on.
+            step: number of finished steps.
+            passes: passes over the data so far.
+            frozen: names of frozen layers.
+            pinned: names of pinned layers.
+            cost_ratio: FLOPs of a full reading divided by those of the training between two readings.
+
+        Raises:
+            TrainingError: when an activation is not finite.
+        """
+        start = time.perf_counter()
+        self._refresh_if_due(step)
+        values = self._distances(batch, frozen, cost_ratio)
+        was_bootstrapping = self.policy.bootstrapping
+        readings, decisions = self.policy.evaluate(values, frozen=frozen, pinned=pinned, passes=passes)
+        if was_bootstrapping and not self.policy.bootstrapping:
+            change = self.policy.loss_change
+            self.events.append(BootstrapFinished(step=step, by="rule", loss_change=change or 0.0))
+        self.latest.update(readings)
+        for layer, reading in readings.items():
+            self._record(step, layer, reading)
+        self._readings_since_refresh += 1
+        self._readings += 1
+        self.seconds += time.perf_counter() - start
+        return decisions
+
+    def _refresh_if_due(self, step: int) -> None:
+        reason = self._refresh_reason
+        if reason is None and self._readings_since_refresh >= self.policy.settings.readings_per_snapshot:
+            reason = f"{self._readings_since_refresh} readings were made against the last one"
+        if reason is None:
+            return
+        self.reference.refresh()
+        self.policy.restart()
+        self._readings_since_refresh = 0
+        self._refresh_reason = None
+        self.events.append(
+            ReferenceRefreshed(
+                step=step, by="rule", generation=self.reference.generation,
+                engine=self.reference.engine, reason=reason,
+            )
+        )  # fmt: skip
+
+    def _distances(self, batch: Batch, frozen: Sequence[str], cost_ratio: float) -> dict[str, float]:
+        wanted = [layer.name for layer in self.layers if layer.name not in frozen]
+        every = max(1, math.ceil(cost_ratio / self.policy.settings.monitor_budget))
+        if self._readings % every:
+            wanted = wanted[:1]
+        content = self.trainer.to_device(
+            _first_rows(batch.content, self.policy.settings.probe_rows, len(batch))
+        )
+        last = self.layers.find(wanted[-1]).output if len(wanted) == 1 else None
+        with self.trainer.private_draws("probe", self._readings), self.trainer.autocast():
+            before = self.reference.activations(content, stop_after=last)
+            now = self.reference.current(content, stop_after=last)
+        measure = distance(self.policy.settings.distance)
+        values = {name: float(measure(now[name], before[name])) for name in wanted if name in now}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the activations of {name} are not finite, so its plasticity cannot be read; lower the "
+                    "learning rate or check the inputs."
+                )
+        return values
+
+    def _record(self, step: int, layer: str, reading: Reading) -> None:
+        self.history.plasticity.append(
+            step=step,
+            layer=self.history.layer_names.index(layer),
+            value=reading.value,
+            smoothed=reading.smoothed,
+            slope=reading.slope,
+            tolerance=reading.tolerance,
+            stable=reading.stable,
+            verdict=VERDICTS.index(reading.verdict),
+            generation=self.reference.generation,
+        )
+
+
+def _first_rows(content: Any, rows: int, batch_size: int) -> Any:
+    """The first rows of every tensor in a batch whose first dimension counts its samples."""
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size:
+            return leaf[:rows]
+        return leaf
+
+    with torch.no_grad():
+        return tree_map(cut, content)

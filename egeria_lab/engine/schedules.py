@@ -1,0 +1,237 @@
+"""Optimizers and learning-rate schedules by name; schedules count in fractions of the planned training.
+
+Because they count in fractions, a longer budget or fewer steps an epoch re-plans them by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+
+from egeria_lab.errors import InvalidSettingError, TrainingError, require, unknown_name
+
+STEP_LIMIT = "EGERIA_LAB_STEP_LIMIT"
+"""Environment variable that caps every budget, so that notebooks can be tried in seconds."""
+
+DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
+
+
+def make_optimizer(
+    optimizer: str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    model: nn.Module,
+    learning_rate: float | None,
+) -> Optimizer:
+    """An optimizer from its name, from a function of the parameters, or as given.
+
+    Args:
+        optimizer: ``"sgd"`` (momentum 0.9, weight decay 5e-4), ``"adam"``, ``"adamw"``, a function
+            ``f(params) -> Optimizer``, or an `Optimizer` over parameters of `model`.
+        model: the model to train.
+        learning_rate: > 0, or None for 0.1 with SGD and 1e-3 with Adam and AdamW. A ready-made optimizer
+            keeps its own rate.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        InvalidSettingError: for a rate that is not > 0, or an optimizer of another model.
+
+    Example:
+        >>> make_optimizer("sgd", nn.Linear(1, 1), None).param_groups[0]["lr"]
+        0.1
+    """
+    if learning_rate is not None and not (
+        isinstance(learning_rate, (int, float)) and 0 < learning_rate < 1e6
+    ):
+        raise InvalidSettingError(f"lr must be a number > 0, got {learning_rate!r}.")
+    if isinstance(optimizer, str):
+        if optimizer not in DEFAULT_RATES:
+            raise unknown_name("optimizer", optimizer, DEFAULT_RATES)
+        rate = learning_rate if learning_rate is not None else DEFAULT_RATES[optimizer]
+        parameters = list(model.parameters())
+        if optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4)
+        kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, lr=rate)
+    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in own for group in made.param_groups for p in group["params"]):
+        raise InvalidSettingError(
+            "the optimizer holds no parameter of the model; build it from model.parameters(), after the "
+            "model has been moved to its device."
+        )
+    return made
+
+
+@dataclass
+class Budget:
+    """How long training is planned to be; schedules count against it.
+
+    Attributes:
+        steps_per_epoch: steps in one pass over the training data.
+        total_steps: step at which training ends.
+        decided: False while the length is only the default, so that the first `start(epochs=…)` decides it.
+
+    Example:
+        >>> budget = Budget(steps_per_epoch=10, total_steps=200, decided=False)
+        >>> budget.target(done=0, epochs=5), budget.total_steps
+        (50, 50)
+        >>> budget.target(done=50, steps=7), budget.total_steps
+        (57, 57)
+    """
+
+    steps_per_epoch: int
+    total_steps: int
+    decided: bool = True
+
+    def __post_init__(self) -> None:
+        self._clip()
+
+    def _clip(self) -> None:
+        limit = os.environ.get(STEP_LIMIT, "")
+        if limit.isdigit():
+            self.total_steps = min(self.total_steps, int(limit))
+
+    def check_left(self, done: int) -> None:
+        """Raise when no step is left.
+
+        Raises:
+            TrainingError: when `done` steps use up the budget.
+        """
+        if done >= self.total_steps:
+            raise TrainingError(
+                f"the budget of {self.total_steps} steps is used up; session.extend(epochs=1) lengthens it, "
+                "and run(epochs=…) or start(epochs=…) do so by themselves."
+            )
+
+    def target(self, done: int, steps: int | None = None, epochs: float | None = None) -> int:
+        """The step up to which a run goes that is asked for so many steps or epochs from here.
+
+        Without either it goes to the end of the budget. A longer run lengthens the budget.
+
+        Raises:
+            InvalidSettingError: when both are given, or one is not > 0.
+            TrainingError: when neither is given and nothing is left.
+        """
+        if steps is not None and epochs is not None:
+            raise InvalidSettingError(f"give steps or epochs, not both: got {steps=} and {epochs=}.")
+        if steps is None and epochs is None:
+            self.check_left(done)
+            return self.total_steps
+        amount = steps if steps is not None else epochs
+        valid = (
+            isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < float("inf")
+        )
+        require(valid, "Session", "steps" if epochs is None else "epochs", amount, "a number > 0")
+        assert amount is not None
+        more = round(amount if steps is not None else amount * self.steps_per_epoch)
+        target = done + max(1, more)
+        decides = done == 0 and not self.decided and epochs is not None
+        if target > self.total_steps or decides:
+            self.decided, self.total_steps = True, target
+            self._clip()
+        return min(target, self.total_steps)
+
+    def extend(self, epochs: float) -> None:
+        """Add passes over the training data."""
+        self.total_steps += max(1, round(epochs * self.steps_per_epoch))
+        self.decided = True
+        self._clip()
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _step(progress: float) -> float:
+    return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "step": _step,
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda _progress: 1.0,
+}
+"""Factor on the peak learning rate, as a function of the progress in [0, 1]."""
+
+
+class Schedule:
+    """Moves the learning rate of an optimizer, once a step or once an epoch as its scheduler wants.
+
+    Args:
+        scheduler: a name in `SCHEDULES`, a function ``f(optimizer) -> LRScheduler``, or None.
+        optimizer: the optimizer.
+        budget: the budget; names count against it, also when it changes.
+        every: ``"auto"``, ``"step"`` or ``"epoch"``. Named schedules, `OneCycleLR` and `CyclicLR` move
+            every step, others every epoch.
+
+    Example:
+        >>> optimizer = make_optimizer("sgd", nn.Linear(1, 1), 0.2)
+        >>> schedule = Schedule("linear", optimizer, Budget(1, 4))
+        >>> schedule.after_step()
+        >>> schedule.learning_rate
+        0.15000000000000002
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, budget: Budget, every: str = "auto") -> None:
+        self.optimizer = optimizer
+        self.scheduler: LRScheduler | ReduceLROnPlateau | None = None
+        if scheduler is None:
+            return
+        if isinstance(scheduler, str):
+            if scheduler not in SCHEDULES:
+                raise unknown_name("scheduler", scheduler, SCHEDULES)
+            factor = SCHEDULES[scheduler]
+            self.scheduler = LambdaLR(
+                optimizer, lambda step: factor(min(1.0, step / max(1, budget.total_steps)))
+            )
+        else:
+            self.scheduler = scheduler(optimizer) if not isinstance(scheduler, LRScheduler) else scheduler
+        if every not in ("auto", "step", "epoch"):
+            raise unknown_name("scheduler_every", every, ("auto", "step", "epoch"))
+        by_step = isinstance(scheduler, str) or isinstance(self.scheduler, (OneCycleLR, CyclicLR))
+        self.every = every if every != "auto" else "step" if by_step else "epoch"
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def after_step(self) -> None:
+        """Count one optimizer step."""
+        if self.scheduler is not None and self.every == "step":
+            self._move(None)
+
+    def after_epoch(self, valid_loss: float) -> None:
+        """Count one epoch; a plateau scheduler looks at the validation loss."""
+        if self.scheduler is not None and self.every == "epoch":
+            self._move(valid_loss)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the peak rate of every group, keeping the schedule's shape."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(group["lr"]) * factor
+            for key in ("initial_lr", "max_lr", "min_lr"):
+                if key in group:
+                    group[key] = group[key] * factor
+        if isinstance(self.scheduler, LRScheduler) and hasattr(self.scheduler, "base_lrs"):
+            self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
+
+    def _move(self, valid_loss: float | None) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(valid_loss if valid_loss is not None else 0.0)
+        elif self.scheduler is not None:
+            self.scheduler.step()

@@ -1,0 +1,194 @@
+"""Land commands and decisions: check, do, note the state, and leave exactly one event for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from egeria_lab import commands as c
+from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
+from egeria_lab.algorithms.freezing import Freezer
+from egeria_lab.config import LEARNING_RATE, Settings
+from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.schedules import Schedule
+from egeria_lab.errors import EgeriaLabError
+from egeria_lab.events import (
+    CommandRejected,
+    Event,
+    EventLog,
+    FreezeBlocked,
+    LayerFrozen,
+    LayerPinned,
+    LayerThawed,
+    LayerUnpinned,
+    SettingChanged,
+)
+
+
+class Steering:
+    """The only one who changes what is frozen, pinned or set.
+
+    Args:
+        board: the table of layer states.
+        freezer: freezes and thaws.
+        policy: the freezing rule, or None.
+        settings: the settings that may change mid-run.
+        schedule: the learning-rate schedule.
+        events: where events go.
+        on_frozen_set: called after the set of frozen layers changed.
+    """
+
+    def __init__(
+        self,
+        board: LayerBoard,
+        freezer: Freezer,
+        policy: PlasticityPolicy | None,
+        settings: Settings,
+        schedule: Schedule,
+        events: EventLog,
+        on_frozen_set: Callable[[str], None],
+    ) -> None:
+        self.board = board
+        self.freezer = freezer
+        self.policy = policy
+        self.settings = settings
+        self.schedule = schedule
+        self.events = events
+        self.on_frozen_set = on_frozen_set
+        self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
+            c.FreezeLayer: self._freeze,
+            c.ThawLayer: self._thaw,
+            c.PinLayer: self._pin,
+            c.UnpinLayer: self._unpin,
+            c.Override: self._override,
+            c.Reset: self._reset,
+        }
+
+    def handle(self, kind: type[c.Command], handler: Callable[[Any, int], Event]) -> None:
+        """Add a kind of command that somebody else carries out."""
+        self._handlers[kind] = handler
+
+    def land(self, receipt: c.Receipt, step: int) -> None:
+        """Carry out one command at a step boundary; what cannot be done is rejected with the reason."""
+        command = receipt.command
+        try:
+            event = self._handlers[type(command)](command, step)
+        except EgeriaLabError as error:
+            event = CommandRejected(step=step, by=command.by, command=str(command), reason=str(error))
+        self.events.append(event)
+        receipt.land(event)
+
+    def carry_out(self, decisions: list[Decision], step: int) -> None:
+        """Carry out what the rule decided."""
+        thawed = False
+        for decision in decisions:
+            if decision.action == "blocked":
+                self.events.append(
+                    FreezeBlocked(step=step, by="rule", layer=decision.layer, reason=decision.reason)
+                )
+            elif decision.action == "freeze":
+                self._do_freeze(decision.layer, step, "rule", decision.reason)
+                self.events.append(
+                    LayerFrozen(
+                        step=step, by="rule", layer=decision.layer, reason=decision.reason,
+                        slope=decision.slope, tolerance=decision.tolerance,
+                    )
+                )  # fmt: skip
+            else:
+                thawed = True
+                self._do_thaw(decision.layer, step, "rule", decision.reason)
+                self.events.append(
+                    LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason)
+                )
+        if thawed and self.policy is not None:
+            self.policy.thawed()
+
+    def _do_freeze(self, layer: str, step: int, by: str, reason: str) -> None:
+        self.freezer.freeze(layer)
+        row = self.board[layer]
+        row.frozen = True
+        row.set(step, reason, by)
+        if self.policy is not None:
+            self.policy.froze()
+        self.on_frozen_set(f"{layer} was frozen")
+
+    def _do_thaw(self, layer: str, step: int, by: str, reason: str) -> None:
+        self.freezer.thaw(layer)
+        row = self.board[layer]
+        row.frozen = False
+        row.set(step, reason, by)
+        self.on_frozen_set(f"{layer} was thawed")
+
+    def _freeze(self, command: c.FreezeLayer, step: int) -> Event:
+        row = self.board[command.layer]
+        if row.frozen:
+            return _nothing(command, step, f"{row.name} is frozen already, since step {row.since_step}")
+        hole = self.board[self.board.prefix_length].name != row.name
+        reason = "asked for"
+        if hole:
+            reason += "; trainable layers lie before it, so only weight gradients are saved"
+        self._do_freeze(row.name, step, command.by, reason)
+        return LayerFrozen(step=step, by=command.by, layer=row.name, reason=reason)
+
+    def _thaw(self, command: c.ThawLayer, step: int) -> Event:
+        row = self.board[command.layer]
+        if not row.frozen:
+            return _nothing(command, step, f"{row.name} is not frozen")
+        self._do_thaw(row.name, step, command.by, "asked for")
+        return LayerThawed(step=step, by=command.by, layer=row.name, reason="asked for")
+
+    def _pin(self, command: c.PinLayer, step: int) -> Event:
+        row = self.board[command.layer]
+        if row.pinned:
+            return _nothing(command, step, f"{row.name} is pinned already")
+        row.pinned = True
+        if not row.frozen:
+            row.set(step, "pinned: no rule may freeze it", command.by)
+        return LayerPinned(step=step, by=command.by, layer=row.name)
+
+    def _unpin(self, command: c.UnpinLayer, step: int) -> Event:
+        row = self.board[command.layer]
+        if not row.pinned:
+            return _nothing(command, step, f"{row.name} is not pinned")
+        row.pinned = False
+        if not row.frozen:
+            row.set(step, "unpinned", command.by)
+        return LayerUnpinned(step=step, by=command.by, layer=row.name)
+
+    def _override(self, command: c.Override, step: int) -> Event:
+        if command.layer is not None:
+            _ = self.board[command.layer]
+        old = self.settings.value(command.name, command.layer)
+        self.settings.change(command.name, command.value, command.layer)
+        self._apply_settings(command.name, command.layer, old)
+        new = self.settings.value(command.name, command.layer)
+        return SettingChanged(
+            step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer
+        )
+
+    def _reset(self, command: c.Reset, step: int) -> Event:
+        old = self.settings.value(command.name, command.layer)
+        if command.layer is not None:
+            _ = self.board[command.layer]
+            self.settings.forget(command.name, command.layer)
+            if self.policy is not None:
+                self.policy.tolerances.pop(command.layer, None)
+        else:
+            self.settings.change(command.name, self.settings.default(command.name))
+            self._apply_settings(command.name, None, old)
+        new = self.settings.value(command.name, command.layer)
+        return SettingChanged(
+            step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer
+        )
+
+    def _apply_settings(self, name: str, layer: str | None, old: Any) -> None:
+        if name == LEARNING_RATE:
+            self.schedule.scale(self.settings.learning_rate / float(old))
+        elif self.policy is not None and layer is not None:
+            self.policy.set_tolerance(layer, self.settings.per_layer[name, layer])
+        elif self.policy is not None and self.settings.freeze is not None:
+            self.policy.settings = self.settings.freeze
+
+
+def _nothing(command: c.Command, step: int, why: str) -> CommandRejected:
+    return CommandRejected(step=step, by=command.by, command=str(command), reason=f"{why}: nothing to do")

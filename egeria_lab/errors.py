@@ -1,0 +1,67 @@
+"""The errors worth catching by name, and the two sentences that most of them share.
+
+Every message says what was given, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class EgeriaLabError(Exception):
+    """Base of every error that egeria_lab raises on purpose."""
+
+
+class UnknownNameError(EgeriaLabError, ValueError):
+    """A model, data set, layer, setting or distance that does not exist under the given name."""
+
+
+class InvalidSettingError(EgeriaLabError, ValueError):
+    """A setting whose value is outside what is allowed, or settings that contradict each other."""
+
+
+class DataError(EgeriaLabError, ValueError):
+    """Data that cannot be trained on: empty, mis-shaped, or with labels out of range."""
+
+
+class LayerError(EgeriaLabError, ValueError):
+    """A model that cannot be cut into layer modules as asked."""
+
+
+class TrainingError(EgeriaLabError, RuntimeError):
+    """A step that could not be finished, for example because the loss is not a number."""
+
+
+class MissingPackageError(EgeriaLabError, ImportError):
+    """An optional package that is needed now and is not installed."""
+
+
+def unknown_name(kind: str, given: object, known: Iterable[str]) -> UnknownNameError:
+    """Build the error for a name that does not exist, with the nearest one and all known ones.
+
+    Args:
+        kind: what the name should have named, for example ``"model"``.
+        given: what the user wrote.
+        known: every name that would have worked.
+
+    Example:
+        >>> print(unknown_name("model", "resnet9", ["mlp", "resnet8"]))
+        Unknown model 'resnet9'. Did you mean 'resnet8'? Known: mlp, resnet8.
+    """
+    names = list(known)
+    near = get_close_matches(str(given), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"Unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+def require(condition: bool, owner: str, field: str, given: object, allowed: str) -> None:
+    """Raise `InvalidSettingError` unless `condition` holds.
+
+    Example:
+        >>> require(False, "Plasticity", "patience", 0, "a whole number >= 1")
+        Traceback (most recent call last):
+        egeria_lab.errors.InvalidSettingError: Plasticity.patience must be a whole number >= 1, got 0.
+    """
+    if not condition:
+        raise InvalidSettingError(f"{owner}.{field} must be {allowed}, got {given!r}.")

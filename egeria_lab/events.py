@@ -1,0 +1,307 @@
+"""What can happen: frozen, past-tense records that go to JSON, and the bus that hands them out.
+
+An event holds plain data only (no tensor, no module, no session), so that it can cross threads, be
+written to disk and be drawn. Every event knows the `step` after which it holds (the number of finished
+steps) and `by` whom it was caused: ``"rule"``, ``"user"``, ``"dashboard"`` or ``"session"``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        step: number of finished training steps when it happened, >= 0.
+        by: who caused it: ``"rule"``, ``"user"``, ``"dashboard"`` or ``"session"``.
+    """
+
+    step: int
+    by: str = "session"
+
+    def to_dict(self) -> dict[str, object]:
+        """The event as JSON-able plain data, its name under ``"event"``."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+    def sentence(self) -> str:
+        """The event in words, for logs and the dashboard."""
+        fields = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k not in ("step", "by"))
+        return f"{type(self).__name__}({fields})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """Training began or went on, `planned_steps` being the step at which the budget ends."""
+
+    planned_steps: int
+    device: str
+    threads: int
+
+    def sentence(self) -> str:
+        return f"Training on {self.device} with {self.threads} threads, up to step {self.planned_steps}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPaused(Event):
+    """Training stands still at a step boundary; everything is kept."""
+
+    def sentence(self) -> str:
+        return "Paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed(Event):
+    """Training goes on after a pause."""
+
+    def sentence(self) -> str:
+        return "Resumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopped(Event):
+    """Training ended on request or because its budget was used up; the model is usable."""
+
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Stopped: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFailed(Event):
+    """A step raised an error; training stopped in a consistent state and history is kept."""
+
+    error: str
+
+    def sentence(self) -> str:
+        return f"Failed: {self.error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFinished(Event):
+    """One pass over the training samples is complete."""
+
+    epoch: int
+    train_loss: float
+    train_accuracy: float
+    valid_loss: float
+    valid_accuracy: float
+
+    def sentence(self) -> str:
+        return (
+            f"Epoch {self.epoch}: loss {self.train_loss:.3f}, validation accuracy {self.valid_accuracy:.1%}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapFinished(Event):
+    """The critical period is over: from now on layers may freeze."""
+
+    loss_change: float
+
+    def sentence(self) -> str:
+        return f"Bootstrapping over (loss now changes by {self.loss_change:.1%}): layers may freeze"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFrozen(Event):
+    """A layer module is trained no longer.
+
+    Attributes:
+        layer: name of the layer module.
+        slope: |trend| of its smoothed plasticity per reading, or None when frozen by hand.
+        tolerance: what the slope was compared with, or None.
+        reason: one clause saying why.
+    """
+
+    layer: str
+    slope: float | None = None
+    tolerance: float | None = None
+    reason: str = ""
+
+    def sentence(self) -> str:
+        return f"{self.layer} frozen by {self.by}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerThawed(Event):
+    """A frozen layer module is trained again, exactly where it had been left."""
+
+    layer: str
+    reason: str = ""
+
+    def sentence(self) -> str:
+        return f"{self.layer} thawed by {self.by}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPinned(Event):
+    """A rule may not freeze this layer module any more."""
+
+    layer: str
+
+    def sentence(self) -> str:
+        return f"{self.layer} pinned by {self.by}: no rule may freeze it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerUnpinned(Event):
+    """A rule may freeze this layer module again."""
+
+    layer: str
+
+    def sentence(self) -> str:
+        return f"{self.layer} unpinned by {self.by}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezeBlocked(Event):
+    """The rule would freeze a layer, but a cap or a pin forbids it."""
+
+    layer: str
+    reason: str
+
+    def sentence(self) -> str:
+        return f"{self.layer} would freeze, but {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged(Event):
+    """A setting has a new value from this step on; `layer` is None when it holds for all layers."""
+
+    name: str
+    old: Scalar
+    new: Scalar
+    layer: str | None = None
+
+    def sentence(self) -> str:
+        where = f" for {self.layer}" if self.layer else ""
+        return f"{self.name}{where}: {self.old} → {self.new} (by {self.by})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRefreshed(Event):
+    """The reference model was replaced by a snapshot of the training model."""
+
+    generation: int
+    engine: str
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Reference {self.generation} taken ({self.engine}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRejected(Event):
+    """A command that could have no effect, with the reason."""
+
+    command: str
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Rejected {self.command}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriberFailed(Event):
+    """A callback raised an error and was detached; training went on."""
+
+    subscriber: str
+    error: str
+
+    def sentence(self) -> str:
+        return f"Subscriber {self.subscriber} failed and was detached: {self.error}"
+
+
+Callback = Callable[[Event], None]
+
+
+class EventLog:
+    """An append-only list of events that also hands each new one to its subscribers.
+
+    Appending is done by one thread at a time; reading is safe from any. A subscriber that raises is
+    detached and reported as `SubscriberFailed`: whoever watches may not stop what it watches.
+
+    Example:
+        >>> log = EventLog()
+        >>> unsubscribe = log.subscribe(lambda event: print(event.sentence()), LayerThawed)
+        >>> log.append(LayerThawed(step=3, by="user", layer="layers.0", reason="asked for"))
+        layers.0 thawed by user: asked for
+        >>> unsubscribe()
+        >>> len(log), log[0].step
+        (1, 3)
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._subscribers: list[tuple[Callback, type[Event]]] = []
+        self._lock = threading.RLock()
+
+    def append(self, event: Event) -> None:
+        """Store `event`, then call every subscriber that asked for its kind."""
+        with self._lock:
+            self._events.append(event)
+            subscribers = list(self._subscribers)
+        failed = []
+        for entry in subscribers:
+            callback, kind = entry
+            if not isinstance(event, kind):
+                continue
+            try:
+                callback(event)
+            except Exception as error:  # a watcher's fault must not reach the training thread
+                failed.append((entry, error))
+        for entry, problem in failed:  # only now, so that everybody sees the two events in order
+            self._detach(entry, event.step, problem)
+
+    def subscribe(self, callback: Callback, event: type[Event] | None = None) -> Callable[[], None]:
+        """Call `callback` with each new event of the given kind (all kinds by default).
+
+        Returns:
+            A function that ends the subscription; calling it twice is harmless.
+        """
+        entry = (callback, event or Event)
+        with self._lock:
+            self._subscribers.append(entry)
+
+        def unsubscribe() -> None:
+            self._remove(entry)
+
+        return unsubscribe
+
+    def _remove(self, entry: tuple[Callback, type[Event]]) -> None:
+        with self._lock:  # by identity: the same callback may be subscribed twice
+            self._subscribers = [other for other in self._subscribers if other is not entry]
+
+    def _detach(self, entry: tuple[Callback, type[Event]], step: int, error: Exception) -> None:
+        self._remove(entry)
+        name = getattr(entry[0], "__qualname__", repr(entry[0]))
+        self.append(SubscriberFailed(step=step, subscriber=name, error=f"{type(error).__name__}: {error}"))
+
+    def of(self, *kinds: type[Event]) -> list[Event]:
+        """All events so far of the given kinds, in order."""
+        return [event for event in list(self._events) if isinstance(event, kinds)]
+
+    def since(self, index: int) -> list[Event]:
+        """All events from position `index` on, in order."""
+        return self._events[index:]
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(list(self._events))
+
+    def __getitem__(self, index: int) -> Event:
+        return self._events[index]
+
+    def __repr__(self) -> str:
+        lines = [f"step {event.step:>6}  {event.sentence()}" for event in list(self._events)]
+        return "\n".join(lines) or "no events yet"

@@ -1,0 +1,449 @@
+"""`Session`: one model, its data and its freezing rule, trained step by step and steered while it trains.
+
+The order of things inside a step is `Session.step`; everything it calls lives in a file of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from egeria_lab import commands as c
+from egeria_lab.algorithms.costs import StepFlops
+from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.freezing import Freezer
+from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.layers import layers as find_layers
+from egeria_lab.algorithms.ledger import Ledger
+from egeria_lab.config import Setting, Settings
+from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.building import build_model, check_arguments, load_data
+from egeria_lab.engine.explain import explain_layer
+from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.monitor import PlasticityMonitor
+from egeria_lab.engine.progress import ProgressBar
+from egeria_lab.engine.recorder import Recorder, StepRecord
+from egeria_lab.engine.runner import Runner
+from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer
+from egeria_lab.engine.steering import Steering
+from egeria_lab.engine.trainer import Forward, Loss, Trainer, choose_device
+from egeria_lab.errors import require
+from egeria_lab.events import Event, EventLog, Scalar, SettingChanged
+from egeria_lab.history import History
+
+DEFAULT_EPOCHS = 20
+EXAMPLE_ROWS = 2
+
+
+class Session:
+    """Trains a model step by step while its layers freeze by measured plasticity.
+
+    Args:
+        model: a module, or a name in `egeria_lab.models.names()`.
+        data: `Data`, a name in `egeria_lab.data.names()`, or a pair of map-style data sets or of
+            `DataLoader`s ``(train, valid)``.
+        loss: ``loss(outputs, targets)`` → scalar or one value per sample; default: cross-entropy.
+        forward: ``forward(model, batch) -> (outputs, targets)`` for batches that are no pair.
+        optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, a function of the parameters, or an `Optimizer`.
+        scheduler: ``"cosine"``, ``"step"``, ``"linear"``, ``"constant"``, a function of the optimizer, None.
+        lr: peak learning rate; None for 0.1 with SGD, 1e-3 with Adam and AdamW.
+        batch_size: samples a step; loaders bring their own.
+        epochs: planned passes over the training data, > 0; None for 20.
+        seed: decides initial weights (of models by name), order and draws inside the model.
+        freeze: the freezing rule, or None to freeze by hand only.
+        layers: names of the modules at whose outputs to cut, front to back; default: found by tracing.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
+        precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` under autocast.
+        max_grad_norm: clip the gradient norm of active parameters, or None.
+        park_state: optimizer state of frozen layers: ``"keep"``, ``"cpu"`` or ``"drop"``.
+        scheduler_every: ``"auto"``, ``"step"`` or ``"epoch"``; see `egeria_lab.engine.schedules.Schedule`.
+
+    Raises:
+        UnknownNameError, InvalidSettingError, DataError, LayerError: before anything is trained.
+
+    Example:
+        >>> session = Session("mlp", "digits", epochs=1)
+        >>> session.step(2).step, session.freeze("layers.0").state, session.step().frozen
+        (2, 'done', ('layers.0',))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str = "resnet8",
+        data: Any = "fashion-mini",
+        *,
+        loss: Loss | None = None,
+        forward: Forward | None = None,
+        optimizer: str | Optimizer | Callable[..., Optimizer] = "sgd",
+        scheduler: Any = "cosine",
+        lr: float | None = None,
+        batch_size: int = 128,
+        epochs: float | None = None,
+        seed: int = 0,
+        freeze: Plasticity | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
+        layers: list[str] | None = None,
+        device: str | torch.device = "auto",
+        precision: str = "auto",
+        max_grad_norm: float | None = None,
+        park_state: str = "keep",
+        scheduler_every: str = "auto",
+    ) -> None:
+        check_arguments(batch_size, epochs, seed, freeze)
+        self.device = choose_device(device)
+        self.data, train, valid = load_data(data)
+        self.seed = seed
+        self._train_source = BatchSource(train, batch_size, seed=seed)
+        self._valid_source = BatchSource(
+            valid, max(256, batch_size), seed=seed, shuffle=False, role="validation"
+        )
+        self.model = build_model(model, self.data, seed).to(self.device)
+        self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
+        self.optimizer = make_optimizer(optimizer, self.model, lr)
+        per_epoch = self._train_source.steps_per_epoch
+        total_steps = max(1, round((epochs or DEFAULT_EPOCHS) * per_epoch))
+        self.budget = Budget(per_epoch, total_steps, decided=epochs is not None)
+        self.schedule = Schedule(scheduler, self.optimizer, self.budget, scheduler_every)
+        self.trainer = Trainer(
+            self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
+            precision=precision, max_grad_norm=max_grad_norm, seed=seed,
+        )  # fmt: skip
+        self.layer_modules = self._find_layers(layers)
+        self.events = EventLog()
+        self.commands = c.CommandQueue()
+        self.history = History(self.layer_modules.names)
+        self.layers = LayerBoard(self.layer_modules)
+        self.settings_book = Settings(freeze, self.schedule.learning_rate)
+        self.policy = PlasticityPolicy(self.layers.names, freeze) if freeze is not None else None
+        self.monitor = self._make_monitor()
+        self.recorder = Recorder(
+            self.trainer,
+            self.layer_modules,
+            self.layers,
+            self.history,
+            self._train_source.example(EXAMPLE_ROWS),
+        )
+        self._steering = self._make_steering(park_state)
+        self._runner = Runner(self)
+        self._lock = threading.RLock()
+        self._batches: Any = None
+        self._steps_done = 0
+        self.commands.on_put(self._on_command)
+
+    # --- driving -------------------------------------------------------------------------------------
+
+    def step(self, n: int = 1) -> StepRecord:
+        """Train `n` steps in this thread and return the record of the last one.
+
+        Raises:
+            TrainingError: when the budget is used up, or the loss is not finite (the step is not applied).
+        """
+        require(isinstance(n, int) and n >= 1, "Session.step", "n", n, "a whole number >= 1")
+        self._runner.check_free()
+        for _ in range(n):
+            record = self.advance()
+        return record
+
+    def advance(self) -> StepRecord:
+        """One step: the only place where training state changes. Called by `step` and by the runner."""
+        with self._lock:
+            self.land_commands()
+            self.budget.check_left(self._steps_done)
+            batch = self._next_batch()
+            number, rate = self._steps_done + 1, self.schedule.learning_rate
+            try:
+                result = self.trainer.step(batch, number, self.recorder.around_forward(batch))
+            except BaseException:
+                self._batches = None  # the step was not made: its batch comes again
+                raise
+            self._steps_done = number
+            self.schedule.after_step()
+            watched = time.perf_counter()
+            flops = self.recorder.flops(self.layers.frozen)
+            decisions = self._consult_rule(batch, result.loss, rate, flops)
+            record = self.recorder.count_step(
+                result, batch, step=number, epoch=self.epoch, learning_rate=rate,
+                monitor_seconds=time.perf_counter() - watched,
+            )  # fmt: skip
+            self._steering.carry_out(decisions, number)
+            self._finish_epoch_if_due()
+            return record
+
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        epochs: float | None = None,
+        until: Callable[[StepRecord], bool] | None = None,
+        progress: bool = True,
+    ) -> StepRecord | None:
+        """Train in this thread with a progress bar, up to the plan's end or for so many steps or epochs.
+
+        While it runs, a notebook kernel is busy: controls answer when it returns (use `start` for live
+        controls). Ctrl-C, or the kernel's stop button, pauses cleanly; `run` or `resume` goes on.
+
+        Raises:
+            Exception: whatever a failing step raised; history is kept.
+        """
+        target = self.budget.target(self._steps_done, steps, epochs)
+        last: list[StepRecord] = []
+        with ProgressBar(target - self._steps_done, progress, self.name) as show:
+
+            def on_step(record: StepRecord) -> None:
+                last[:] = [record]
+                show(record)
+
+            self._runner.run_here(target, until, on_step)
+        return last[0] if last else None
+
+    def start(self, epochs: float | None = None, *, steps: int | None = None) -> None:
+        """Train in the background and return at once; `dashboard` is live meanwhile.
+
+        Args:
+            epochs: so many passes from here; default: to the end of the plan. A longer budget than planned
+                lengthens the plan. The first call decides the plan when the session was made without one.
+            steps: the same in steps.
+        """
+        self._runner.start(self.budget.target(self._steps_done, steps, epochs))
+
+    def pause(self) -> None:
+        """Stand still at the next step boundary and keep everything; `resume` goes on."""
+        self._runner.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._runner.resume()
+
+    def stop(self) -> None:
+        """End cleanly at the next step boundary; the model is usable and `start` would go on."""
+        self._runner.stop()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the background run has ended; False when `timeout` seconds passed first.
+
+        Raises:
+            Exception: whatever the failed run raised.
+        """
+        return self._runner.wait(timeout)
+
+    async def run_async(self, epochs: float | None = None, *, steps: int | None = None) -> bool:
+        """Train in the background and wait without blocking the kernel: ``await session.run_async()``."""
+        self.start(epochs, steps=steps)
+        return await self._runner.wait_async()
+
+    def evaluate(self, data: Any = None) -> dict[str, float | None]:
+        """Loss and accuracy in eval mode; nothing about training changes.
+
+        Args:
+            data: a map-style data set or loader; default: the validation set.
+        """
+        source = self._valid_source if data is None else BatchSource(
+            data, 256, seed=self.seed, shuffle=False, role="validation"
+        )  # fmt: skip
+        with self._lock:
+            loss, accuracy = self.trainer.evaluate(source)
+        return {"loss": loss, "accuracy": accuracy}
+
+    def extend(self, epochs: float) -> c.Receipt:
+        """Lengthen the budget; the schedule is planned again over the new length."""
+        require(isinstance(epochs, (int, float)) and epochs > 0, "Session.extend", "epochs", epochs, "> 0")
+        return self.commands.put(c.Extend(epochs=epochs))
+
+    @property
+    def state(self) -> str:
+        """``"idle"``, ``"running"``, ``"paused"``, ``"stopped"``, ``"finished"`` or ``"failed"``."""
+        stepped_to_the_end = self._runner.state == "idle" and self._steps_done >= self.planned_steps
+        return "finished" if stepped_to_the_end else self._runner.state
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the last background or blocking run raised, or None."""
+        return self._runner.error
+
+    @property
+    def steps_done(self) -> int:
+        """Finished steps."""
+        return self._steps_done
+
+    @property
+    def planned_steps(self) -> int:
+        """Step at which the plan ends."""
+        return self.budget.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass over the training data."""
+        return self._train_source.steps_per_epoch
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far."""
+        return self._steps_done / self.steps_per_epoch
+
+    # --- steering: each call is one command, which leaves one event when it lands ----------------------
+
+    def freeze(self, layer: str) -> c.Receipt:
+        """Stop training a layer module, completely, from the next step on."""
+        return self._put(c.FreezeLayer(layer=self.layers[layer].name))
+
+    def thaw(self, layer: str) -> c.Receipt:
+        """Train a frozen layer module again, exactly where it had been left."""
+        return self._put(c.ThawLayer(layer=self.layers[layer].name))
+
+    def pin(self, layer: str) -> c.Receipt:
+        """Forbid every rule to freeze a layer module; by hand it can still be frozen."""
+        return self._put(c.PinLayer(layer=self.layers[layer].name))
+
+    def unpin(self, layer: str) -> c.Receipt:
+        """Allow rules to freeze a layer module again."""
+        return self._put(c.UnpinLayer(layer=self.layers[layer].name))
+
+    def override(self, name: str, value: Scalar, layer: str | None = None) -> c.Receipt:
+        """Give a setting a new value from the next step boundary on, for all layers or for one.
+
+        Raises:
+            UnknownNameError, InvalidSettingError: for an unknown setting or layer, or a value out of range.
+        """
+        if layer is not None:
+            layer = self.layers[layer].name
+        self.settings_book.check(name, value, layer)
+        return self._put(c.Override(name=name, value=value, layer=layer))
+
+    def reset(self, name: str, layer: str | None = None) -> c.Receipt:
+        """Give a setting back the value that the session started with."""
+        self.settings_book.value(name)
+        return self._put(c.Reset(name=name, layer=layer))
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def explain(self, layer: str) -> str:
+        """One sentence with the numbers: why the layer is frozen, or what it still lacks."""
+        return explain_layer(self.layers, self.layers[layer].name, self.policy, self.monitor)
+
+    def settings(self) -> list[Setting]:
+        """Every setting that may change mid-run, with its value, range and when a change applies."""
+        return self.settings_book.list()
+
+    def setting(self, name: str, layer: str | None = None) -> Scalar:
+        """What a setting is now, for all layers or for one."""
+        return self.settings_book.value(name, layer)
+
+    def savings(self) -> Ledger:
+        """The ledger: FLOPs, time and memory, theoretical and measured, each with its reason."""
+        return self.recorder.ledger()
+
+    def subscribe(
+        self, callback: Callable[[Event], None], event: type[Event] | None = None
+    ) -> Callable[[], None]:
+        """Call `callback` with each new event (of one kind); returns a function that ends it."""
+        return self.events.subscribe(callback, event)
+
+    def dashboard(self) -> Any:
+        """The live dashboard, before, during and after training; show it as a cell's last line."""
+        return importlib.import_module("egeria_lab.dashboard.app").Dashboard(self)
+
+    def report(self, path: str | Path = "report.html") -> Path:
+        """Write one self-contained offline page with the same pictures; returns its path."""
+        written: Path = importlib.import_module("egeria_lab.dashboard.report").write_report(self, path)
+        return written
+
+    def close(self) -> None:
+        """Stop, thaw everything and leave nothing of ours in the model."""
+        self._runner.shut_down()
+        with self._lock:
+            self._steering.freezer.close()
+
+    def __repr__(self) -> str:
+        frozen = len(self.layers.frozen)
+        return (
+            f"Session({self.name}, {self.state}, step {self._steps_done:,} of {self.planned_steps:,}, "
+            f"{frozen} of {len(self.layers)} layers frozen)"
+        )
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def land_commands(self) -> None:
+        """Carry out what waits in the queue, at a step boundary."""
+        with self._lock:
+            for receipt in self.commands.drain():
+                self._steering.land(receipt, self._steps_done)
+
+    def describe_run(self) -> tuple[str, int]:
+        """Device and number of threads, for the event that opens a run."""
+        return str(self.device), torch.get_num_threads()
+
+    def _put(self, command: c.Command) -> c.Receipt:
+        return self.commands.put(command)
+
+    def _on_command(self) -> None:
+        """While a run is under way its own thread lands commands; otherwise this is a step boundary."""
+        if self._runner.is_active:
+            self._runner.nudge()
+        elif self._lock.acquire(blocking=False):
+            try:
+                self.land_commands()
+            finally:
+                self._lock.release()
+
+    def _consult_rule(self, batch: Batch, loss: float, rate: float, flops: StepFlops) -> list[Decision]:
+        if self.monitor is None:
+            return []
+        return self.monitor.after_step(
+            batch, step=self._steps_done, passes=self.epoch, loss=loss, learning_rate=rate,
+            board=self.layers, flops=flops,
+        )  # fmt: skip
+
+    def _next_batch(self) -> Batch:
+        epoch, position = divmod(self._steps_done, self.steps_per_epoch)
+        if self._batches is None or position == 0:
+            self._batches = self._train_source.epoch(epoch, position)
+        batch: Batch = next(self._batches)
+        return batch
+
+    def _finish_epoch_if_due(self) -> None:
+        number, position = divmod(self._steps_done, self.steps_per_epoch)
+        if position:
+            return
+        loss, accuracy = self.trainer.evaluate(self._valid_source)
+        self.schedule.after_epoch(loss)
+        self.events.append(self.recorder.finish_epoch(number, self._steps_done, loss, accuracy))
+
+    def _find_layers(self, names: list[str] | None) -> LayerModules:
+        example = self._train_source.example(EXAMPLE_ROWS)
+        content = self.trainer.to_device(example.content)
+        with self.trainer.private_draws("trace", 0):
+            return find_layers(
+                self.model, content, names=names, forward=lambda m, x: self.trainer.run_model(m, x)[0]
+            )
+
+    def _make_monitor(self) -> PlasticityMonitor | None:
+        if self.policy is None:
+            return None
+        return PlasticityMonitor(self.trainer, self.layer_modules, self.policy, self.history, self.events)
+
+    def _make_steering(self, park_state: str) -> Steering:
+        parts = {layer.name: (layer.modules, layer.parameters) for layer in self.layer_modules}
+        freezer = Freezer(self.model, parts, self.optimizer, park_state=park_state)
+
+        def on_frozen_set(reason: str) -> None:
+            if self.monitor is not None:
+                self.monitor.request_refresh(reason)
+
+        steering = Steering(
+            self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, on_frozen_set
+        )
+        steering.handle(c.Extend, self._land_extend)
+        return steering
+
+    def _land_extend(self, command: c.Extend, step: int) -> Event:
+        old = self.budget.total_steps
+        self.budget.extend(command.epochs)
+        new = self.budget.total_steps
+        return SettingChanged(step=step, by=command.by, name="planned_steps", old=old, new=new)
