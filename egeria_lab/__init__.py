@@ -16,7 +16,9 @@ from egeria_lab.algorithms.distances import (
     sp_distance,
 )
 from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer, freeze_layers
+from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.layers import layers
 from egeria_lab.data.datasets import ArrayDataset, Data
 from egeria_lab.engine.recorder import StepRecord
@@ -39,10 +41,12 @@ __all__ = [
     "DataError",
     "EgeriaLabError",
     "Freezer",
+    "GradientNorm",
     "InvalidSettingError",
     "LayerError",
     "MissingPackageError",
     "Plasticity",
+    "Schedule",
     "Session",
     "StepRecord",
     "TrainingError",

@@ -58,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("--port", type=int, help="port of the server")
     lab.set_defaults(command=_lab)
 
-    demo = commands.add_parser(
-        "demo", parents=[common], help="train the embedded default and its baseline"
-    )
+    demo = commands.add_parser("demo", parents=[common], help="train the embedded default and its baseline")
     demo.add_argument("--model", default="resnet8", help="one of " + ", ".join(models.names()))
     demo.add_argument("--data", default="fashion-mini", help="one of " + ", ".join(data.names()))
     demo.add_argument("--epochs", type=float, default=8, help="passes over the training data (default 8)")
@@ -168,9 +166,7 @@ def _notebook_folder(asked: str | None) -> Path:
     """
     if asked is not None:
         if not Path(asked).is_dir():
-            raise InvalidSettingError(
-                f"there is no folder {asked!r}; give one with notebooks, or none."
-            )
+            raise InvalidSettingError(f"there is no folder {asked!r}; give one with notebooks, or none.")
         return Path(asked)
     here = Path("notebooks")
     if any(here.glob("01_*.ipynb")):

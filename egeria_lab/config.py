@@ -87,7 +87,7 @@ class Settings:
     """What the settings of one session are now and were at its start.
 
     Args:
-        freeze: the freezing rule's settings, or None when layers are frozen by hand only.
+        freeze: the freezing rule's settings; only those of `Plasticity` may change mid-run.
         learning_rate: peak learning rate.
 
     Example:
@@ -99,11 +99,11 @@ class Settings:
         (5, 10)
     """
 
-    def __init__(self, freeze: Plasticity | None, learning_rate: float) -> None:
-        self.freeze = freeze
+    def __init__(self, freeze: object, learning_rate: float) -> None:
+        self.freeze = freeze if isinstance(freeze, Plasticity) else None
         self.learning_rate = learning_rate
         self.per_layer: dict[tuple[str, str], float] = {}
-        self._start = (freeze, learning_rate)
+        self._start = (self.freeze, learning_rate)
 
     def names(self) -> list[str]:
         """Names of all settings that may change mid-run."""
@@ -171,7 +171,7 @@ class Settings:
         if name not in self.names():
             if name.startswith("freeze.") and self.freeze is None:
                 raise InvalidSettingError(
-                    f"{name} belongs to a freezing rule and this session has none (freeze=None); "
+                    f"{name} belongs to the plasticity rule, and this session has another one or none; "
                     "build it with freeze=lab.Plasticity()."
                 )
             raise unknown_name("setting", name, self.names())

@@ -12,6 +12,7 @@ import torch
 
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.engine.threads import choose_threads
+from egeria_lab.errors import InvalidSettingError
 from egeria_lab.events import LayerFrozen
 from egeria_lab.session import Session
 
@@ -87,6 +88,11 @@ def run_demo(
     Raises:
         EgeriaLabError: for unknown names and settings out of range.
     """
+    folder = Path(report).absolute().parent
+    if not folder.is_dir():
+        raise InvalidSettingError(
+            f"the report cannot be written: there is no folder {folder}; make it or give another."
+        )
     with _threads(model, data, seed, threads) as chosen:
         session = Session(model, data, epochs=epochs, seed=seed, freeze=DEMO_RULE)
         plain = Session(model, data, epochs=epochs, seed=seed, freeze=None) if baseline else None

@@ -1,6 +1,7 @@
 """`Session`: one model, its data and its freezing rule, trained step by step and steered while it trains.
 
-The order of things inside a step is `Session.step`; everything it calls lives in a file of its own.
+The order of things inside a step is `Session.advance`; everything it calls lives in a file of its own.
+The file is one piece because it is the public face: most of it is signatures and what they promise.
 """
 
 from __future__ import annotations
@@ -20,19 +21,16 @@ from egeria_lab import commands as c
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.freezing import Freezer
-from egeria_lab.algorithms.layers import LayerModules
-from egeria_lab.algorithms.layers import layers as find_layers
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.config import Setting, Settings
 from egeria_lab.data.loaders import Batch, BatchSource
 from egeria_lab.engine.building import build_model, check_arguments, load_data
-from egeria_lab.engine.explain import explain_layer
 from egeria_lab.engine.layer_board import LayerBoard
-from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.progress import ProgressBar
 from egeria_lab.engine.recorder import Recorder, StepRecord
+from egeria_lab.engine.rules import FreezeSettings, ScheduleRule, make_rule
 from egeria_lab.engine.runner import Runner
-from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer
+from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer, split_by_layer
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer, choose_device
 from egeria_lab.errors import require
@@ -58,7 +56,7 @@ class Session:
         batch_size: samples a step; loaders bring their own.
         epochs: planned passes over the training data, > 0; None for 20.
         seed: decides initial weights (of models by name), order and draws inside the model.
-        freeze: the freezing rule, or None to freeze by hand only.
+        freeze: `Plasticity`, `Schedule` or `GradientNorm`; None to freeze by hand only.
         layers: names of the modules at whose outputs to cut, front to back; default: found by tracing.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
         precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` under autocast.
@@ -88,7 +86,7 @@ class Session:
         batch_size: int = 128,
         epochs: float | None = None,
         seed: int = 0,
-        freeze: Plasticity | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
+        freeze: FreezeSettings | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
         layers: list[str] | None = None,
         device: str | torch.device = "auto",
         precision: str = "auto",
@@ -101,28 +99,22 @@ class Session:
         self.data, train, valid = load_data(data)
         self.seed = seed
         self._train_source = BatchSource(train, batch_size, seed=seed)
-        self._valid_source = BatchSource(
-            valid, max(256, batch_size), seed=seed, shuffle=False, role="validation"
-        )
+        self._valid_source = BatchSource(valid, max(256, batch_size), seed=seed, shuffle=False, role="validation")
         self.model = build_model(model, self.data, seed).to(self.device)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
         self.optimizer = make_optimizer(optimizer, self.model, lr)
         per_epoch = self._train_source.steps_per_epoch
         total_steps = max(1, round((epochs or DEFAULT_EPOCHS) * per_epoch))
         self.budget = Budget(per_epoch, total_steps, decided=epochs is not None)
-        self.schedule = Schedule(scheduler, self.optimizer, self.budget, scheduler_every)
         self.trainer = Trainer(
             self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
             precision=precision, max_grad_norm=max_grad_norm, seed=seed,
         )  # fmt: skip
-        self.layer_modules = self._find_layers(layers)
+        self.layer_modules = self.trainer.find_layers(self._train_source.example(EXAMPLE_ROWS), layers)
         self.events = EventLog()
         self.commands = c.CommandQueue()
         self.history = History(self.layer_modules.names)
         self.layers = LayerBoard(self.layer_modules)
-        self.settings_book = Settings(freeze, self.schedule.learning_rate)
-        self.policy = PlasticityPolicy(self.layers.names, freeze) if freeze is not None else None
-        self.monitor = self._make_monitor()
         self.recorder = Recorder(
             self.trainer,
             self.layer_modules,
@@ -130,6 +122,13 @@ class Session:
             self.history,
             self._train_source.example(EXAMPLE_ROWS),
         )
+        self.policy = PlasticityPolicy(self.layers.names, freeze) if isinstance(freeze, Plasticity) else None
+        self.rule = make_rule(
+            freeze, policy=self.policy, layers=self.layer_modules, recorder=self.recorder,
+            events=self.events, budget=self.budget,
+        )  # fmt: skip
+        self.schedule = self._make_schedule(scheduler, scheduler_every)
+        self.settings_book = Settings(freeze, self.schedule.learning_rate)
         self._steering = self._make_steering(park_state)
         self._runner = Runner(self)
         self._lock = threading.RLock()
@@ -325,7 +324,13 @@ class Session:
 
     def explain(self, layer: str) -> str:
         """One sentence with the numbers: why the layer is frozen, or what it still lacks."""
-        return explain_layer(self.layers, self.layers[layer].name, self.policy, self.monitor)
+        row = self.layers[layer]
+        if row.frozen:
+            return f"{layer} is frozen since step {row.since_step} by {row.by}: {row.reason}."
+        pinned = " It is pinned, so no rule may freeze it." if row.pinned else ""
+        if self.rule is None:
+            return f"{layer} is trained; this session has no freezing rule, only freeze() by hand.{pinned}"
+        return f"{layer} is trained: {self.rule.explain(layer, self.layers)}.{pinned}"
 
     def settings(self) -> list[Setting]:
         """Every setting that may change mid-run, with its value, range and when a change applies."""
@@ -339,9 +344,7 @@ class Session:
         """The ledger: FLOPs, time and memory, theoretical and measured, each with its reason."""
         return self.recorder.ledger()
 
-    def subscribe(
-        self, callback: Callable[[Event], None], event: type[Event] | None = None
-    ) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[Event], None], event: type[Event] | None = None) -> Callable[[], None]:
         """Call `callback` with each new event (of one kind); returns a function that ends it."""
         return self.events.subscribe(callback, event)
 
@@ -359,6 +362,8 @@ class Session:
         self._runner.shut_down()
         with self._lock:
             self._steering.freezer.close()
+            if self.rule is not None:
+                self.rule.close()
 
     def __repr__(self) -> str:
         frozen = len(self.layers.frozen)
@@ -393,9 +398,9 @@ class Session:
                 self._lock.release()
 
     def _consult_rule(self, batch: Batch, loss: float, rate: float, flops: StepFlops) -> list[Decision]:
-        if self.monitor is None:
+        if self.rule is None:
             return []
-        return self.monitor.after_step(
+        return self.rule.after_step(
             batch, step=self._steps_done, passes=self.epoch, loss=loss, learning_rate=rate,
             board=self.layers, flops=flops,
         )  # fmt: skip
@@ -414,30 +419,20 @@ class Session:
         loss, accuracy = self.trainer.evaluate(self._valid_source)
         self.schedule.after_epoch(loss)
         self.events.append(self.recorder.finish_epoch(number, self._steps_done, loss, accuracy))
+        if self.rule is not None:
+            self._steering.carry_out(self.rule.after_evaluation(accuracy, self.layers), self._steps_done)
 
-    def _find_layers(self, names: list[str] | None) -> LayerModules:
-        example = self._train_source.example(EXAMPLE_ROWS)
-        content = self.trainer.to_device(example.content)
-        with self.trainer.private_draws("trace", 0):
-            return find_layers(
-                self.model, content, names=names, forward=lambda m, x: self.trainer.run_model(m, x)[0]
-            )
-
-    def _make_monitor(self) -> PlasticityMonitor | None:
-        if self.policy is None:
-            return None
-        return PlasticityMonitor(self.trainer, self.layer_modules, self.policy, self.history, self.events)
+    def _make_schedule(self, scheduler: Any, every: str) -> Schedule:
+        if isinstance(self.rule, ScheduleRule) and self.rule.own_rates:
+            split_by_layer(self.optimizer, self.layer_modules)
+            return Schedule(scheduler, self.optimizer, self.budget, every, self.rule.policy.rate_factor)
+        return Schedule(scheduler, self.optimizer, self.budget, every)
 
     def _make_steering(self, park_state: str) -> Steering:
         parts = {layer.name: (layer.modules, layer.parameters) for layer in self.layer_modules}
         freezer = Freezer(self.model, parts, self.optimizer, park_state=park_state)
-
-        def on_frozen_set(reason: str) -> None:
-            if self.monitor is not None:
-                self.monitor.request_refresh(reason)
-
         steering = Steering(
-            self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, on_frozen_set
+            self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, self.rule
         )
         steering.handle(c.Extend, self._land_extend)
         return steering

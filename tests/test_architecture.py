@@ -62,7 +62,11 @@ def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
 
 def test_no_circular_imports() -> None:
     graph = {
-        name: {n for n, _ in imports_of(ast.parse(path.read_text(encoding="utf-8"))) if n in MODULES and n != name}
+        name: {
+            n
+            for n, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+            if n in MODULES and n != name
+        }
         for name, path in MODULES.items()
     }
     done: set[str] = set()

@@ -60,7 +60,8 @@ def capture(
                 return
             with torch.no_grad():
                 kept = tensor.detach()[:rows] if rows is not None else tensor.detach()
-                outputs[name] = reduce(kept) if reduce is not None else kept
+                # A copy: a later module may work in place on what this one returned.
+                outputs[name] = reduce(kept) if reduce is not None else kept.clone()
 
         return hook
 

@@ -83,9 +83,8 @@ def count_flops(
     for index, total in sorted(marks, reverse=True):
         backward[index + 1] += total - later
         later = total
-    lowest = min((index for index, _ in marks), default=len(layers) - 1)
-    first = _first_active(layers, frozen)
-    backward[min(first, lowest) if marks else first] += end - later
+    frontmost = min((index for index, _ in marks), default=len(layers) - 1)
+    backward[frontmost] += end - later
     return StepFlops(
         tuple(flops / num_samples for flops in forward_total),
         tuple(flops / num_samples for flops in backward),
@@ -97,18 +96,18 @@ def _differences(marks: list[float], end: float, count: int) -> list[float]:
     return [after - before for before, after in pairwise(edges)]
 
 
-def _first_active(layers: LayerModules, frozen: Sequence[str]) -> int:
-    return next((i for i, layer in enumerate(layers) if layer.name not in frozen), len(layers) - 1)
-
-
 @contextmanager
 def _frozen_flags(layers: LayerModules, frozen: Sequence[str]) -> Iterator[list[nn.Parameter]]:
-    """Set `requires_grad` as if exactly the given layers were frozen; put the flags back afterwards."""
+    """Set `requires_grad` as if exactly the given layers were frozen; put the flags back afterwards.
+
+    What its owner had excluded from training before the model was cut stays excluded.
+    """
     before = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters]
     try:
         for layer in layers:
+            untrained = {id(parameter) for parameter in layer.untrained}
             for parameter in layer.parameters:
-                parameter.requires_grad_(layer.name not in frozen)
+                parameter.requires_grad_(layer.name not in frozen and id(parameter) not in untrained)
         yield [parameter for parameter, _ in before if parameter.requires_grad]
     finally:
         for parameter, flag in before:
@@ -169,7 +168,8 @@ def measure_saved_tensors(exclude: Sequence[Tensor] = ()) -> Iterator[list[int]]
             seen.add(storage.data_ptr())
             sizes.append(storage.nbytes())
             kept.append(tensor.detach())
-        return tensor
+        # Not `tensor` itself: a saved output would hold its own graph, and never go if no backward comes.
+        return tensor.detach()
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sizes

@@ -112,6 +112,8 @@ def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
 def relative_l2_distance(a: Tensor, b: Tensor) -> Tensor:
     """``‖A − B‖ / ‖B‖`` over the whole batch, >= 0; B is the reference.
 
+    Against an all-zero reference it is 0 for zeros and 1 for anything else.
+
     Raises:
         InvalidSettingError: when the shapes after flattening differ.
 
@@ -120,7 +122,9 @@ def relative_l2_distance(a: Tensor, b: Tensor) -> Tensor:
         0.5
     """
     x, y = _same_shape(a, b)
-    ratio: Tensor = (x - y).norm() / y.norm().clamp_min(torch.finfo(y.dtype).tiny)
+    if not bool(y.any()):
+        return x.any().to(x.dtype)
+    ratio: Tensor = (x - y).norm() / y.norm()
     return ratio
 
 

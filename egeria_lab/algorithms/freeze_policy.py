@@ -1,76 +1,24 @@
-"""Decide which layers to freeze or thaw. Doing it is `freezing.Freezer`'s work.
+"""Egeria's rule: decide which layers to freeze or thaw. Doing it is `freezing.Freezer`'s work.
 
 A policy is told the loss and learning rate of every step (`observe`) and, every so often, the plasticity
 of each active layer (`evaluate`); it answers with decisions. It knows no step counter and no widget.
+The file is one piece because the settings and the state machine that reads them explain each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from egeria_lab.algorithms.distances import DISTANCES
 from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
+from egeria_lab.algorithms.thaw_rules import SMOOTH_RATIO, THAW_RULES, LearningRates, ThawRule
 from egeria_lab.errors import InvalidSettingError, require, unknown_name
 
 RELAXED_FLOOR = 3
 """After a thaw, `window` and `patience` are halved, but never below this."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRates:
-    """What a thaw rule may look at.
-
-    Attributes:
-        now: learning rate of this step.
-        before: learning rate of the step before.
-        at_last_freeze: learning rate when a layer was last frozen, or None.
-        stood_still: the rate had not changed for a whole evaluation interval before this step.
-    """
-
-    now: float
-    before: float
-    at_last_freeze: float | None
-    stood_still: bool
-
-
-ThawRule = Callable[[LearningRates], str | None]
-"""Answers with the reason to thaw all frozen layers, or None."""
-
-
-def thaw_on_lr_drop(rates: LearningRates) -> str | None:
-    """Thaw when the rate has fallen in steps to a tenth since the last freeze, or jumped up tenfold.
-
-    A smooth decay (cosine) without restart does not thaw: only a drop from a rate that had stood still
-    counts. Source: Egeria (EuroSys 2023), section 4.2.
-
-    Example:
-        >>> thaw_on_lr_drop(LearningRates(now=0.01, before=0.1, at_last_freeze=0.1, stood_still=True))
-        'the learning rate fell from 0.1 to 0.01'
-        >>> thaw_on_lr_drop(LearningRates(now=0.01, before=0.011, at_last_freeze=0.1, stood_still=False))
-    """
-    if rates.at_last_freeze is None:
-        return None
-    if rates.before > 0 and rates.now >= 10 * rates.before:
-        return f"the learning rate restarted from {rates.before:.3g} to {rates.now:.3g}"
-    tenth = rates.now <= 0.1 * rates.at_last_freeze * (1 + 1e-9)
-    if tenth and rates.now < rates.before and rates.stood_still:
-        return f"the learning rate fell from {rates.at_last_freeze:.3g} to {rates.now:.3g}"
-    return None
-
-
-def never_thaw(_rates: LearningRates) -> str | None:
-    """Keep frozen layers frozen, whatever the learning rate does.
-
-    Example:
-        >>> never_thaw(LearningRates(now=0.001, before=0.1, at_last_freeze=0.1, stood_still=True))
-    """
-    return None
-
-
-THAW_RULES: dict[str, ThawRule] = {"lr_drop": thaw_on_lr_drop, "never": never_thaw}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +40,8 @@ class Plasticity:
         max_frozen: at most this share of the layers may be frozen by the rule, in (0, 1], or None.
         monitor_budget: share of the training time that readings may take, in (0, 1].
         probe_rows: samples of the batch that a reading compares, >= 2.
+        guard: when validation accuracy falls by more than this fraction below its best, thaw what the rule
+            froze and halve the tolerance; in (0, 1), or None for no guard.
 
     Raises:
         InvalidSettingError: when made with a value outside these ranges.
@@ -118,6 +68,7 @@ class Plasticity:
     max_frozen: float | None = None
     monitor_budget: float = 0.05
     probe_rows: int = 64
+    guard: float | None = None
 
     prefix: ClassVar[str] = "freeze"
 
@@ -141,6 +92,10 @@ class Plasticity:
         require(
             self.refresh_evals is None or (_whole(self.refresh_evals) and self.refresh_evals >= 1),
             "Plasticity", "refresh_evals", self.refresh_evals, "a whole number >= 1 or None",
+        )  # fmt: skip
+        require(
+            self.guard is None or (_number(self.guard) and 0 < self.guard < 1),
+            "Plasticity", "guard", self.guard, "in (0, 1) or None",
         )  # fmt: skip
         if self.reference not in REFERENCES:
             raise unknown_name("reference", self.reference, REFERENCES)
@@ -180,11 +135,12 @@ class Decision:
     """What a policy wants done.
 
     Attributes:
-        action: ``"freeze"``, ``"thaw"`` or ``"blocked"`` (would freeze, but may not).
-        layer: name of the layer.
+        action: ``"freeze"``, ``"thaw"``, ``"blocked"`` (would freeze, but may not) or ``"set"`` (a setting).
+        layer: name of the layer, or of the setting.
         reason: one clause with the numbers.
         slope: |slope| that led to it, where there is one.
         tolerance: what it was compared with.
+        value: the new value of a setting.
     """
 
     action: str
@@ -192,6 +148,7 @@ class Decision:
     reason: str
     slope: float | None = None
     tolerance: float | None = None
+    value: float | None = None
 
 
 class PlasticityPolicy:
@@ -224,18 +181,22 @@ class PlasticityPolicy:
         self._losses: deque[float] = deque()
         self._rate: float | None = None
         self._rate_age = 0
+        self._rate_is_smooth = False
         self._rate_at_last_freeze: float | None = None
         self._blocked: set[tuple[str, str]] = set()
 
     @property
     def window(self) -> int:
         """Readings in the average and the fit that hold now."""
-        return max(RELAXED_FLOOR, self.settings.window // 2) if self.relaxed else self.settings.window
+        return self._relaxed(self.settings.window)
 
     @property
     def patience(self) -> int:
         """Stable readings in a row that a freeze needs now."""
-        return max(RELAXED_FLOOR, self.settings.patience // 2) if self.relaxed else self.settings.patience
+        return self._relaxed(self.settings.patience)
+
+    def _relaxed(self, readings: int) -> int:
+        return min(readings, max(RELAXED_FLOOR, readings // 2)) if self.relaxed else readings
 
     def tolerance_of(self, layer: str) -> float:
         """The tolerance that holds for one layer: its own override, or the one for all."""
@@ -254,11 +215,16 @@ class PlasticityPolicy:
         """Take in one finished step; answers with thaws when the thaw rule asks for them."""
         self._interval_losses.append(loss)
         before = self._rate if self._rate is not None else learning_rate
+        if learning_rate != before:
+            self._rate_is_smooth = learning_rate < before and (
+                self._rate_is_smooth or learning_rate > SMOOTH_RATIO * before
+            )
         rates = LearningRates(
             now=learning_rate,
             before=before,
             at_last_freeze=self._rate_at_last_freeze,
             stood_still=self._rate_age >= self.settings.interval_steps,
+            smooth=self._rate_is_smooth,
         )
         reason = self.settings.thaw_rule(rates) if frozen else None
         self._rate_age = self._rate_age + 1 if learning_rate == before else 1

@@ -40,7 +40,8 @@ def single_shot_saving(
         0.1667
     """
     saved = sum(
-        2 * cost * max(0.0, total - (start + index * interval)) for index, cost in enumerate(costs[:max_blocks])
+        2 * cost * max(0.0, total - (start + index * interval))
+        for index, cost in enumerate(costs[:max_blocks])
     )
     return saved / (3 * sum(costs) * total)
 
@@ -122,7 +123,7 @@ class Schedule:
     """Freeze by schedule.
 
     Attributes:
-        variant: ``"single_shot"`` (SpFDE: solved from `saving`), ``"linear"``, ``"freezeout"`` or ``"fixed"``.
+        variant: ``"single_shot"`` (SpFDE: solved from `saving`), ``"linear"``, ``"freezeout"``, ``"fixed"``.
         saving: wanted share of the training FLOPs, in (0, 1); for ``"single_shot"``.
         interval_epochs: epochs between two freezes, > 0; for ``"single_shot"``.
         interval_steps: the same in steps; give one of the two.
@@ -173,6 +174,11 @@ class Schedule:
         if self.variant == "fixed":
             require(bool(self.layers), "Schedule", "layers", self.layers, "the names of the layers to freeze")
 
+    @property
+    def has_own_rates(self) -> bool:
+        """True when each layer has a cosine of its own."""
+        return self.block_lr == "cosine" and self.variant in ("single_shot", "freezeout")
+
     def freeze_times(
         self, names: Sequence[str], forward_costs: Sequence[float], epochs: float, steps_per_epoch: int
     ) -> dict[str, float]:
@@ -185,7 +191,8 @@ class Schedule:
             steps_per_epoch: steps in one epoch.
 
         Raises:
-            InvalidSettingError: when the target cannot be met, or a named layer does not exist or is the head.
+            InvalidSettingError: when the target cannot be met.
+            UnknownNameError: when a named layer does not exist or is the head.
         """
         body = list(names[:-1])
         if self.variant == "fixed":

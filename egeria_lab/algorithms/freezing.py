@@ -33,6 +33,7 @@ PARKING = ("keep", "cpu", "drop")
 class _Parked:
     """What one frozen layer needs to come back exactly as it was."""
 
+    model_training: bool  # mode of the whole model at the freeze
     training: dict[nn.Module, bool]
     trainable: list[nn.Parameter]
     groups: dict[int, int] = field(default_factory=dict)  # id(parameter) → index of its group
@@ -98,7 +99,9 @@ class Freezer:
             return False
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._check_something_left(name, trainable)
-        parked = _Parked({m: m.training for m in modules}, trainable)
+        held = {module for other in self._parked.values() for module in other.training}
+        modes = {module: module.training for module in modules if module not in held}
+        parked = _Parked(self.model.training, modes, trainable)
         for parameter in trainable:
             parameter.requires_grad_(False)
             parameter.grad = None
@@ -119,11 +122,14 @@ class Freezer:
         parked = self._parked.pop(name, None)
         if parked is None:
             return False
+        for other in self._parked:
+            self._hand_over(parked, other)
         for parameter in parked.trainable:
             parameter.requires_grad_(True)
             self._give_back(parameter, parked)
+        evaluated_now = parked.model_training and not self.model.training
         for module, training in parked.training.items():
-            module.training = training
+            module.training = training and not evaluated_now
         if not self._parked:
             self._remove_hook()
         return True
@@ -186,6 +192,20 @@ class Freezer:
             # "step" stays where the optimizer had put it: Adam keeps it on the CPU on purpose.
             device = parameter.device if self.park_state == "cpu" else None
             self.optimizer.state[parameter] = _moved(parked.state[id(parameter)], device, skip="step")
+
+    def _hand_over(self, parked: _Parked, other: str) -> None:
+        """Let a layer that stays frozen keep what it shares with one that thaws (tied weights, a part of it)."""
+        modules, parameters = self.layers[other]
+        keeper = self._parked[other]
+        for module in [m for m in modules if m in parked.training]:
+            keeper.training[module] = parked.training.pop(module)
+        shared = {id(parameter) for parameter in parameters}
+        keeper.trainable += [p for p in parked.trainable if id(p) in shared]
+        parked.trainable = [p for p in parked.trainable if id(p) not in shared]
+        for key in shared & parked.groups.keys():
+            keeper.groups[key] = parked.groups.pop(key)
+        for key in shared & parked.state.keys():
+            keeper.state[key] = parked.state.pop(key)
 
     def _hold_modes(self, _module: nn.Module, _inputs: object) -> None:
         self.hold()

@@ -121,7 +121,9 @@ class GradientNormPolicy:
             if sums
         }
         self.changes = {
-            name: relative_change(self._norms[name], norm) for name, norm in norms.items() if name in self._norms
+            name: relative_change(self._norms[name], norm)
+            for name, norm in norms.items()
+            if name in self._norms
         }
         self._norms, self._sums = norms, {}
         self._intervals += 1
@@ -142,7 +144,10 @@ class GradientNormPolicy:
             change = self.changes.get(name)
             if change is None or change >= limit or name in pinned or len(frozen) + len(decisions) >= cap:
                 break
-            reason = f"gradient norm changed by {change:.1%}, below {limit:.1%} (percentile {self.settings.percentile:g})"
+            reason = (
+                f"gradient norm changed by {change:.1%}, below {limit:.1%} "
+                f"(percentile {self.settings.percentile:g} of the active layers)"
+            )
             decisions.append(
                 Decision(action="freeze", layer=name, reason=reason, slope=change, tolerance=limit)
             )

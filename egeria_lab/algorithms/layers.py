@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from egeria_lab.algorithms.tracing import Call, is_good_cut, record, skipping, undisturbed
+from egeria_lab.algorithms.ownership import parameter_owners
+from egeria_lab.algorithms.tracing import Call, is_good_cut, record, undisturbed
 from egeria_lab.errors import LayerError, unknown_name
 from egeria_lab.tables import html_table, text_table
 
@@ -32,6 +33,7 @@ class LayerModule:
         modules: all submodules inside.
         parameters: all parameters that are used here for the last time, trainable or not.
         note: why it is special (tied weights, shared modules), or empty.
+        untrained: those of `parameters` that did not require a gradient when the model was cut.
     """
 
     name: str
@@ -40,6 +42,10 @@ class LayerModule:
     modules: list[nn.Module] = field(repr=False)
     parameters: list[nn.Parameter] = field(repr=False)
     note: str = ""
+    untrained: list[nn.Parameter] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.untrained = [parameter for parameter in self.parameters if not parameter.requires_grad]
 
     @property
     def num_parameters(self) -> int:
@@ -107,7 +113,8 @@ def layers(
         model: any module.
         example: one batch of inputs; two samples are enough.
         names: qualified names of the modules at whose outputs to cut, front to back, to decide it
-            yourself; the head is added when it is not named. Cuts are still proved.
+            yourself; the head is added when it is not named. Cuts are still proved, and each module must
+            run once in a forward pass.
         forward: ``forward(model, example)`` when ``model(example)`` is not how the model is called.
 
     Raises:
@@ -128,13 +135,26 @@ def layers(
         with torch.no_grad():
             calls, outputs = record(model, run)
         weighted = [i for i, c in enumerate(calls) if _owns_weights(c.module)]
-        if not weighted:
-            raise LayerError("the model has no weights in any submodule: there is nothing to freeze.")
+        if next(model.parameters(), None) is None:
+            raise LayerError("the model has no weights: there is nothing to train and nothing to freeze.")
+        if not weighted and names is None:
+            return LayerModules([_whole(model)])
         if names is None:
             cuts = _automatic_cuts(model, calls, weighted, run, outputs)
         else:
             cuts = _named_cuts(calls, names, run, outputs)
         return _segments(model, calls, cuts, run)
+
+
+def _whole(model: nn.Module) -> LayerModule:
+    """A model without weighted submodules is one layer module, the head."""
+    return LayerModule("model", _title(model), model, list(model.modules()), list(model.parameters()))
+
+
+def _once(calls: list[Call]) -> set[nn.Module]:
+    """Modules that ran exactly once: only their output can be told apart by a hook."""
+    ran = [call.module for call in calls]
+    return {module for module in ran if ran.count(module) == 1}
 
 
 def _owns_weights(module: nn.Module) -> bool:
@@ -171,11 +191,14 @@ def _automatic_cuts(
     """Between two neighbouring weighted calls, the outermost and then latest good cut, if any."""
     cuts = []
     blocks = _blocks(model)
+    once = _once(calls)
     for before, after in pairwise(weighted):
         places = [
             i
             for i in range(before, calls[after].first)
-            if tree_flatten(calls[i].output)[0] and not calls[i].name.startswith(blocks)
+            if calls[i].module in once
+            and tree_flatten(calls[i].output)[0]
+            and not calls[i].name.startswith(blocks)
         ]
         places.sort(key=lambda i: (calls[i].name.count("."), -i))
         good = next((i for i in places if is_good_cut(calls, i, run, outputs)), None)
@@ -188,12 +211,18 @@ def _named_cuts(
     calls: list[Call], names: Sequence[str], run: Callable[[], object], outputs: object
 ) -> list[int]:
     known = list(dict.fromkeys(call.name for call in calls))
+    once = _once(calls)
     cuts = []
     for name in names:
         if name not in known:
             raise unknown_name("submodule", name, known)
         position = max(i for i, call in enumerate(calls) if call.name == name)
         behind = any(_owns_weights(call.module) for call in calls[position + 1 :])
+        if behind and calls[position].module not in once:
+            raise LayerError(
+                f"{name!r} runs more than once in a forward pass, so its output is no place to cut. Name a "
+                "module that runs once."
+            )
         if behind and not is_good_cut(calls, position, run, outputs):
             raise LayerError(
                 f"{name!r} is no place to cut: the part behind it needs more from the front than its "
@@ -218,7 +247,7 @@ def _segments(
     for position, call in enumerate(calls):
         for inner in calls[call.first : position]:
             uses[call.module] |= uses[inner.module]
-    owners = _parameter_owners(model, calls, cuts, run, uses)
+    owners = parameter_owners(model, calls, cuts, run, uses)
     result = []
     for index in range(len(ends)):
         inside = [module for module, segments in uses.items() if segments == {index}]
@@ -227,7 +256,10 @@ def _segments(
         parameters = [p for p in model.parameters() if owners.get(id(p)) == index]
         main = _main_module(inside, names)
         shared = any(
-            len(uses.get(module, set())) > 1 and list(module._parameters.values()) for module in inside
+            owners.get(id(p), index) > index
+            for module in inside
+            for p in module._parameters.values()
+            if p is not None
         )
         result.append(
             LayerModule(
@@ -259,64 +291,6 @@ def _main_module(inside: list[nn.Module], names: dict[nn.Module, str]) -> nn.Mod
         return None
     order = list(names)
     return min(with_weights, key=lambda m: (names[m].count("."), order.index(m)))
-
-
-def _parameter_owners(
-    model: nn.Module,
-    calls: list[Call],
-    cuts: list[int],
-    run: Callable[[], object],
-    uses: dict[nn.Module, set[int]],
-) -> dict[int, int]:
-    """Parameter id → the last segment that uses it.
-
-    Where the owner of a parameter runs in exactly one segment that is the answer. Otherwise (a parameter
-    of the model itself, tied or shared weights) autograd is asked which parameters the part behind each
-    cut still reaches.
-    """
-    owners: dict[int, int] = {}
-    doubtful: list[nn.Parameter] = []
-    holders: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(module)
-    for parameter in model.parameters():
-        segments: set[int] = set()
-        for module in holders[id(parameter)]:
-            segments |= uses.get(module, {-1, -2})
-        if len(segments) == 1:
-            owners[id(parameter)] = segments.pop()
-        else:
-            doubtful.append(parameter)
-    if doubtful:
-        owners.update(_last_reached(doubtful, calls, cuts, run))
-    return owners
-
-
-def _last_reached(
-    parameters: list[nn.Parameter], calls: list[Call], cuts: list[int], run: Callable[[], object]
-) -> dict[int, int]:
-    flags = [parameter.requires_grad for parameter in parameters]
-    owners = {id(parameter): 0 for parameter in parameters}
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        for segment, cut in enumerate(cuts, start=1):
-            with skipping(calls, cut, calls[cut].output):
-                outputs = run()
-            leaves = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor) and x.requires_grad]
-            if not leaves:
-                continue
-            total = torch.stack([leaf.float().sum() for leaf in leaves]).sum()
-            grads = torch.autograd.grad(total, parameters, allow_unused=True)
-            for parameter, grad in zip(parameters, grads, strict=True):
-                if grad is not None:
-                    owners[id(parameter)] = segment
-    finally:
-        for parameter, flag in zip(parameters, flags, strict=True):
-            parameter.requires_grad_(flag)
-    return owners
 
 
 def _title(module: nn.Module | None) -> str:

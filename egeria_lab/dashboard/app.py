@@ -14,7 +14,7 @@ from typing import Any
 
 import anywidget
 import traitlets
-from IPython.display import display
+from IPython.display import publish_display_data
 
 from egeria_lab.dashboard.controls import Controls, LiveSession
 from egeria_lab.dashboard.feed import Feed
@@ -29,6 +29,8 @@ SCRIPTS = (
 """The page's parts, in the order in which they are joined into one module."""
 
 MOST_SNAPSHOT_CHARACTERS = 150_000
+MOST_SHOWN = 8
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 @cache
@@ -37,7 +39,7 @@ def _static(*names: str) -> str:
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
+class Dashboard(anywidget.AnyWidget):
     """Watch a session and steer it, live, from a notebook.
 
     Show it as the last line of a cell or with `show`, as often as wanted. `close` ends its thread; the
@@ -49,19 +51,19 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
     """
 
     status = traitlets.Dict().tag(sync=True)
-    layers = traitlets.List().tag(sync=True)
-    settings = traitlets.List().tag(sync=True)
-    words = traitlets.List().tag(sync=True)
+    layers: Any = traitlets.List().tag(sync=True)
+    settings: Any = traitlets.List().tag(sync=True)
+    words: Any = traitlets.List().tag(sync=True)
     commands = traitlets.Dict().tag(sync=True)
     ledger = traitlets.Dict().tag(sync=True)
-    panels = traitlets.List().tag(sync=True)
+    panels: Any = traitlets.List().tag(sync=True)
     notice = traitlets.Unicode().tag(sync=True)
     snapshot = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, session: LiveSession, *, rate_hz: float = 2.0) -> None:
         self._esm, self._css = _static(*SCRIPTS), _static("dashboard.css")
         self._session = session
-        self._twins: list[str] = []
+        self._shown: dict[str, int] = {}  # display -> steps done when its still picture was made
         feed, controls = Feed(session), Controls(session)
         super().__init__(
             panels=describe(), **feed.state(), ledger=feed.ledger(None), commands=controls.report()
@@ -73,33 +75,45 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
 
     def show(self) -> None:
         """Show the dashboard here, live; the saved notebook keeps a static picture of the run beside it."""
-        twin = uuid.uuid4().hex
-        self._twins = [*self._twins[-7:], twin]
-        display(self._repr_mimebundle_(), raw=True, display_id=twin)
+        self._publish(uuid.uuid4().hex, update=False)
+
+    def _ipython_display_(self) -> None:
+        self.show()
 
     def close(self) -> None:
         """Take the dashboard out of all pages and end its thread; the session is untouched."""
         publisher: Publisher | None = getattr(self, "_publisher", None)
         if publisher is not None:
             publisher.close()
+        layout = None if self.comm is None else self.layout
         super().close()
+        if layout is not None:
+            layout.close()  # a widget of its own, which would stay registered
 
     def rest(self, state: str) -> None:
         """Keep a picture of the run that needs neither kernel nor plotly.js: the run has come to rest."""
         picture = static_html(self._session)
         if len(picture) <= MOST_SNAPSHOT_CHARACTERS:
             self.snapshot = picture
+        if state != "paused":  # not while somebody is about to go on: a new output is drawn anew
+            for name, steps in list(self._shown.items()):
+                if steps != self._session.steps_done:
+                    self._publish(name, update=True)
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        if self.comm is None:
-            return {"text/plain": repr(self), "text/html": static_html(self._session)}
-        return {
-            "text/plain": repr(self),
-            "text/html": static_html(self._session),
-            "application/vnd.jupyter.widget-view+json": {
-                "version_major": 2, "version_minor": 0, "model_id": self.model_id,
-            },
-        }  # fmt: skip
+    def _publish(self, name: str, *, update: bool) -> None:
+        self._shown[name] = self._session.steps_done
+        self._shown = dict(list(self._shown.items())[-MOST_SHOWN:])
+        data, metadata = self._repr_mimebundle_()
+        publish_display_data(  # type: ignore[no-untyped-call]
+            data, metadata, transient={"display_id": name}, update=update
+        )
+
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        picture = static_html(self._session)
+        data: dict[str, Any] = {"text/plain": repr(self), "text/html": picture}
+        if self.comm is not None:
+            data[WIDGET_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        return data, {}
 
     def __repr__(self) -> str:
         return (

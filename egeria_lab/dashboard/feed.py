@@ -108,7 +108,7 @@ class Feed:
         return [self._part(table, 0) for table in self._needs]
 
     def delta(self) -> list[Part]:
-        """The rows that are new since the last call, by table; a table with too many is sent whole, thinned."""
+        """The rows that are new since the last call; a table with too many is sent whole, thinned."""
         self.read_events()
         parts = []
         for table, sent in self._sent.items():

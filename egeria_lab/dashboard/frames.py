@@ -60,7 +60,7 @@ def thin(step: Numbers, key: Numbers, group: Numbers, most: int) -> Positions:
 
     Args:
         step: step of each row, ascending, >= 0, shape ``(n,)``.
-        key: the value whose lowest and highest are kept, shape ``(n,)``; NaN only where there is nothing else.
+        key: the value whose lowest and highest are kept, shape ``(n,)``; NaN where there is no other.
         group: whole number >= 0 of each row (the layer), shape ``(n,)``.
         most: most stretches, >= 1.
 
@@ -100,7 +100,7 @@ def bounded(part: Part) -> Part:
         num_groups = max(1, len(np.unique(group)))
         kept = thin(part.x, key, group, max(1, most // (2 * num_groups)))
     columns = {name: column[kept] for name, column in part.columns.items()}
-    notes = [part.notes[i] for i in kept] if part.notes else ()
+    notes = [part.notes[int(i)] for i in kept] if part.notes else ()
     return Part(part.table, part.start, part.count, part.x[kept], columns, notes)
 
 

@@ -17,7 +17,8 @@ class Panel:
         key: names the drawing function in the page.
         title: heading of the panel.
         hint: one line for somebody who sees the panel for the first time.
-        needs: table name → columns (``loss_mean`` and the like are made by the feed), besides the step, which is always sent.
+        needs: table name → columns, besides the step, which is always sent. The feed makes ``loss_mean``
+            and ``accuracy_mean``.
     """
 
     key: ClassVar[str]

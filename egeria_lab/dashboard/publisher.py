@@ -103,7 +103,7 @@ class Publisher:
     # -- from any thread ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, in a copy of the calling cell's context: what it prints or sends belongs there."""
+        """Start the thread, in a copy of the calling cell's context: what it sends belongs to that cell."""
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self.run,), name="egeria-lab-dashboard", daemon=True
@@ -141,18 +141,15 @@ class Publisher:
 
     def run(self) -> None:
         """Look, wait, look again, until closed."""
-        delay: float | None = 0.0
         while not self._closed:
-            self._wake.wait(delay)
-            self._wake.clear()
-            if self._closed:
-                return
             try:
                 delay = self.tick()
             except Exception as error:  # a fault in watching is shown, and never reaches training
                 self._outlet.update(notice=f"Dashboard: {type(error).__name__}: {error}")
                 delay = 1.0
             self._cost.note(self._feed.session.state == "running")
+            self._wake.wait(delay)
+            self._wake.clear()
 
     def tick(self) -> float | None:
         """Do what is due now.
@@ -191,6 +188,8 @@ class Publisher:
         elif kind == "plotly":
             self._plotly_due = True
             self._as_text = self._as_text or bool(message.get("as_text"))
+        if kind in ("hello", "view"):
+            self._answered = self._seq  # what was under way no longer counts: a page asks for what it lacks
         self._answered = max(self._answered, int(_positive(message.get("seq"), 0)))
         self._unanswered_since = now
 
@@ -267,7 +266,7 @@ class CostMeter:
         self._last: tuple[float, float] | None = None
 
     def note(self, running: bool) -> None:
-        """Take the time since the last call into account if training ran meanwhile; on the publisher's thread."""
+        """Count the time since the last call if training ran meanwhile; on the publisher's thread."""
         now = (time.thread_time(), time.monotonic())
         if running and self._last is not None:
             self._cpu_seconds += now[0] - self._last[0]

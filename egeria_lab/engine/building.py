@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 from egeria_lab import data as data_sets
 from egeria_lab import models
 from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.algorithms.freeze_schedule import Schedule
+from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.config import derive_seed
 from egeria_lab.data.datasets import Data
 from egeria_lab.errors import DataError, InvalidSettingError, require
@@ -21,13 +23,8 @@ def check_arguments(batch_size: int, epochs: float | None, seed: int, freeze: An
     valid = epochs is None or (isinstance(epochs, (int, float)) and 0 < epochs < float("inf"))
     require(valid, "Session", "epochs", epochs, "a number > 0 or None")
     require(isinstance(seed, int) and not isinstance(seed, bool), "Session", "seed", seed, "a whole number")
-    require(
-        freeze is None or isinstance(freeze, Plasticity),
-        "Session",
-        "freeze",
-        freeze,
-        "lab.Plasticity(…) or None",
-    )
+    known = freeze is None or isinstance(freeze, (Plasticity, Schedule, GradientNorm))
+    require(known, "Session", "freeze", freeze, "lab.Plasticity(…), lab.Schedule(…), lab.GradientNorm(…) or None")
 
 
 def load_data(data: Any) -> tuple[Data, Any, Any]:
@@ -51,8 +48,7 @@ def build_model(model: nn.Module | str, data: Data, seed: int) -> nn.Module:
         return model
     if not isinstance(model, str):
         raise InvalidSettingError(
-            f"model must be a torch.nn.Module or a name ({', '.join(models.names())}); "
-            f"got {type(model).__name__}."
+            f"model must be a torch.nn.Module or a name ({', '.join(models.names())}); got {type(model).__name__}."
         )
     input_shape, num_classes = data.input_shape, data.num_classes
     if not input_shape or num_classes is None:

@@ -60,8 +60,7 @@ class LayerBoard:
 
     def __init__(self, layers: LayerModules) -> None:
         self._rows = {
-            layer.name: LayerRow(layer.name, layer.title, layer.num_parameters, note=layer.note)
-            for layer in layers
+            layer.name: LayerRow(layer.name, layer.title, layer.num_parameters, note=layer.note) for layer in layers
         }
 
     @property

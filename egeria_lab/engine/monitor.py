@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_map
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.distances import distance
 from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
+from egeria_lab.algorithms.guard import Guard
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.plasticity import Reading
 from egeria_lab.algorithms.reference import Reference
 from egeria_lab.data.loaders import Batch
+from egeria_lab.engine.explain import explain_plasticity
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.trainer import Trainer
 from egeria_lab.errors import TrainingError
@@ -60,13 +62,12 @@ class PlasticityMonitor:
         self.events = events
         self.seconds = 0.0
         self.latest: dict[str, Reading] = {}
+        self._guard = Guard()
         self._readings_since_refresh = 0
         self._readings = 0
         self._refresh_reason: str | None = "first snapshot, at the start"
         outputs = {layer.name: layer.output for layer in layers}
-        self.reference = Reference(
-            trainer.model, outputs, lambda model, content: trainer.run_model(model, content)
-        )
+        self.reference = Reference(trainer.model, outputs, lambda model, content: trainer.run_model(model, content))
 
     def after_step(
         self,
@@ -93,7 +94,8 @@ class PlasticityMonitor:
         Raises:
             TrainingError: when an activation is not finite.
         """
-        decisions = self.policy.observe(loss, learning_rate, board.frozen)
+        by_rule = [row.name for row in board if row.frozen and row.by == "rule"]
+        decisions = self.policy.observe(loss, learning_rate, by_rule)
         if decisions or not self.is_due(step):
             return decisions
         settings = self.policy.settings
@@ -102,9 +104,38 @@ class PlasticityMonitor:
         cost_ratio = 2 * rows * sum(flops.forward) / training if training else 0.0
         return self.read(batch, step, passes, board.frozen, board.pinned, cost_ratio)
 
-    def request_refresh(self, reason: str) -> None:
-        """Take a new snapshot before the next reading."""
+    def after_evaluation(self, accuracy: float | None, board: LayerBoard) -> list[Decision]:
+        """With a guard: thaw what the rule froze and back off when accuracy fell too far."""
+        allowed = self.policy.settings.guard
+        if allowed is None or accuracy is None:
+            return []
+        reason = self._guard.check(accuracy, allowed)
+        frozen = [row.name for row in board if row.frozen and row.by == "rule"]
+        if reason is None or not frozen:
+            return []
+        halved = self.policy.settings.tolerance / 2
+        return [
+            *[Decision(action="thaw", layer=name, reason=reason) for name in frozen],
+            Decision(action="set", layer="freeze.tolerance", reason=reason, value=halved),
+        ]
+
+    def frozen_set_changed(self, reason: str) -> None:
+        """Take a new snapshot before the next reading: readings of two states are never mixed."""
         self._refresh_reason = reason
+
+    def carried_out(self, decision: Decision) -> None:
+        """Tell the rule at which learning rate a layer froze, or that criteria are relaxed from now on."""
+        if decision.action == "freeze":
+            self.policy.froze()
+        elif decision.action == "thaw":
+            self.policy.thawed()
+
+    def explain(self, layer: str, board: LayerBoard) -> str:
+        """What an active layer still lacks, in one clause with the numbers."""
+        return explain_plasticity(layer, board, self.policy, self.latest)
+
+    def close(self) -> None:
+        """Nothing to end: this monitor works in the calling thread."""
 
     def is_due(self, step: int) -> bool:
         """True when a reading follows this step."""
@@ -170,9 +201,7 @@ class PlasticityMonitor:
         every = max(1, math.ceil(cost_ratio / self.policy.settings.monitor_budget))
         if self._readings % every:
             wanted = wanted[:1]
-        content = self.trainer.to_device(
-            _first_rows(batch.content, self.policy.settings.probe_rows, len(batch))
-        )
+        content = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, len(batch)))
         last = self.layers.find(wanted[-1]).output if len(wanted) == 1 else None
         with self.trainer.private_draws("probe", self._readings), self.trainer.autocast():
             before = self.reference.activations(content, stop_after=last)

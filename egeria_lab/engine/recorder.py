@@ -106,8 +106,7 @@ class Recorder:
         boundaries: list[int] = []
         with measure_saved_tensors(exclude) as sizes:
             handles = [
-                layer.output.register_forward_hook(_noting(by_layer, boundaries, sizes))
-                for layer in self.layers[:-1]
+                layer.output.register_forward_hook(_noting(by_layer, boundaries, sizes)) for layer in self.layers[:-1]
             ]
             try:
                 yield
@@ -162,9 +161,7 @@ class Recorder:
         self._epoch.add(record, len(batch))
         return record
 
-    def finish_epoch(
-        self, number: int, step: int, valid_loss: float, valid_accuracy: float | None
-    ) -> EpochFinished:
+    def finish_epoch(self, number: int, step: int, valid_loss: float, valid_accuracy: float | None) -> EpochFinished:
         """Write down one finished epoch and answer with its event."""
         totals, self._epoch = self._epoch, EpochTotals()
         event = EpochFinished(

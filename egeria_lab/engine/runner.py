@@ -147,9 +147,7 @@ class Runner:
             await asyncio.sleep(0.05)
         return self.wait(0)
 
-    def run_here(
-        self, target_step: int, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None]
-    ) -> None:
+    def run_here(self, target_step: int, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None]) -> None:
         """Train up to `target_step` in the calling thread.
 
         The first interrupt (Ctrl-C, or the kernel's stop button) pauses cleanly after the step under way.
@@ -187,9 +185,7 @@ class Runner:
     def _run_in_background(self) -> None:
         self._loop(None, lambda _record: None, blocking=False)
 
-    def _loop(
-        self, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None], *, blocking: bool
-    ) -> None:
+    def _loop(self, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None], *, blocking: bool) -> None:
         session = self._session
         outcome, reason = "finished", "the planned steps are done"
         try:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
+from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.errors import InvalidSettingError, TrainingError, require, unknown_name
 
 STEP_LIMIT = "EGERIA_LAB_STEP_LIMIT"
@@ -52,9 +53,7 @@ def make_optimizer(
         >>> make_optimizer("sgd", nn.Linear(1, 1), None).param_groups[0]["lr"]
         0.1
     """
-    if learning_rate is not None and not (
-        isinstance(learning_rate, (int, float)) and 0 < learning_rate < 1e6
-    ):
+    if learning_rate is not None and not (isinstance(learning_rate, (int, float)) and 0 < learning_rate < 1e6):
         raise InvalidSettingError(f"lr must be a number > 0, got {learning_rate!r}.")
     if isinstance(optimizer, str):
         if optimizer not in DEFAULT_RATES:
@@ -73,6 +72,32 @@ def make_optimizer(
             "model has been moved to its device."
         )
     return made
+
+
+def split_by_layer(optimizer: Optimizer, layers: LayerModules) -> None:
+    """Give each layer module parameter groups of its own, with the options of the group they came from.
+
+    Args:
+        optimizer: an optimizer that has not made a step yet.
+        layers: the layer modules; groups are named by them under the key ``"layer"``.
+
+    Raises:
+        InvalidSettingError: when a parameter belongs to no layer module.
+    """
+    owner = {id(p): layer.name for layer in layers for p in layer.parameters}
+    split: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        unowned = [p for p in group["params"] if id(p) not in owner]
+        if unowned:
+            raise InvalidSettingError(
+                f"a parameter of shape {tuple(unowned[0].shape)} belongs to no layer module, so it has no schedule "
+                "of its own; choose block_lr='global'."
+            )
+        for layer in layers:
+            mine = [p for p in group["params"] if owner[id(p)] == layer.name]
+            if mine:
+                split.append({**group, "params": mine, "layer": layer.name})
+    optimizer.param_groups[:] = split
 
 
 @dataclass
@@ -131,9 +156,7 @@ class Budget:
             self.check_left(done)
             return self.total_steps
         amount = steps if steps is not None else epochs
-        valid = (
-            isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < float("inf")
-        )
+        valid = isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < float("inf")
         require(valid, "Session", "steps" if epochs is None else "epochs", amount, "a number > 0")
         assert amount is not None
         more = round(amount if steps is not None else amount * self.steps_per_epoch)
@@ -177,6 +200,8 @@ class Schedule:
         budget: the budget; names count against it, also when it changes.
         every: ``"auto"``, ``"step"`` or ``"epoch"``. Named schedules, `OneCycleLR` and `CyclicLR` move
             every step, others every epoch.
+        layer_factor: ``f(layer, progress)``, the factor of each layer's own schedule, for an optimizer
+            whose groups were split by layer; it takes the place of the one schedule for all.
 
     Example:
         >>> optimizer = make_optimizer("sgd", nn.Linear(1, 1), 0.2)
@@ -186,18 +211,27 @@ class Schedule:
         0.15000000000000002
     """
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, budget: Budget, every: str = "auto") -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizer: Optimizer,
+        budget: Budget,
+        every: str = "auto",
+        layer_factor: Callable[[str, float], float] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.scheduler: LRScheduler | ReduceLROnPlateau | None = None
+        self._shown_group = 0
+        if layer_factor is not None:
+            self._follow_layers(scheduler, budget, layer_factor)
+            return
         if scheduler is None:
             return
         if isinstance(scheduler, str):
             if scheduler not in SCHEDULES:
                 raise unknown_name("scheduler", scheduler, SCHEDULES)
             factor = SCHEDULES[scheduler]
-            self.scheduler = LambdaLR(
-                optimizer, lambda step: factor(min(1.0, step / max(1, budget.total_steps)))
-            )
+            self.scheduler = LambdaLR(optimizer, lambda step: factor(min(1.0, step / max(1, budget.total_steps))))
         else:
             self.scheduler = scheduler(optimizer) if not isinstance(scheduler, LRScheduler) else scheduler
         if every not in ("auto", "step", "epoch"):
@@ -207,8 +241,22 @@ class Schedule:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group now."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the first parameter group now; of the head where each layer has its own."""
+        return float(self.optimizer.param_groups[self._shown_group]["lr"])
+
+    def _follow_layers(self, scheduler: Any, budget: Budget, layer_factor: Callable[[str, float], float]) -> None:
+        if scheduler != "cosine":
+            raise InvalidSettingError(
+                f"block_lr='cosine' gives each layer a cosine of its own, but scheduler={scheduler!r} was given; "
+                "leave scheduler='cosine', or choose block_lr='global'."
+            )
+
+        def follow(layer: str) -> Callable[[int], float]:
+            return lambda step: layer_factor(layer, min(1.0, step / max(1, budget.total_steps)))
+
+        names = [group["layer"] for group in self.optimizer.param_groups]
+        self.scheduler = LambdaLR(self.optimizer, [follow(name) for name in names])
+        self.every, self._shown_group = "step", len(names) - 1
 
     def after_step(self) -> None:
         """Count one optimizer step."""

@@ -10,6 +10,7 @@ from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.config import LEARNING_RATE, Settings
 from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.rules import Rule
 from egeria_lab.engine.schedules import Schedule
 from egeria_lab.errors import EgeriaLabError
 from egeria_lab.events import (
@@ -31,11 +32,11 @@ class Steering:
     Args:
         board: the table of layer states.
         freezer: freezes and thaws.
-        policy: the freezing rule, or None.
+        policy: the plasticity rule, whose settings may change, or None.
         settings: the settings that may change mid-run.
         schedule: the learning-rate schedule.
         events: where events go.
-        on_frozen_set: called after the set of frozen layers changed.
+        rule: told about every change of the frozen set.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Steering:
         settings: Settings,
         schedule: Schedule,
         events: EventLog,
-        on_frozen_set: Callable[[str], None],
+        rule: Rule | None,
     ) -> None:
         self.board = board
         self.freezer = freezer
@@ -54,7 +55,7 @@ class Steering:
         self.settings = settings
         self.schedule = schedule
         self.events = events
-        self.on_frozen_set = on_frozen_set
+        self.rule = rule
         self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
             c.FreezeLayer: self._freeze,
             c.ThawLayer: self._thaw,
@@ -80,12 +81,9 @@ class Steering:
 
     def carry_out(self, decisions: list[Decision], step: int) -> None:
         """Carry out what the rule decided."""
-        thawed = False
         for decision in decisions:
             if decision.action == "blocked":
-                self.events.append(
-                    FreezeBlocked(step=step, by="rule", layer=decision.layer, reason=decision.reason)
-                )
+                self.events.append(FreezeBlocked(step=step, by="rule", layer=decision.layer, reason=decision.reason))
             elif decision.action == "freeze":
                 self._do_freeze(decision.layer, step, "rule", decision.reason)
                 self.events.append(
@@ -94,30 +92,32 @@ class Steering:
                         slope=decision.slope, tolerance=decision.tolerance,
                     )
                 )  # fmt: skip
+            elif decision.action == "set":
+                command = c.Override(name=decision.layer, value=decision.value, by="rule")
+                self.events.append(self._override(command, step))
             else:
-                thawed = True
                 self._do_thaw(decision.layer, step, "rule", decision.reason)
-                self.events.append(
-                    LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason)
-                )
-        if thawed and self.policy is not None:
-            self.policy.thawed()
+                self.events.append(LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason))
+            if self.rule is not None:
+                self.rule.carried_out(decision)
 
     def _do_freeze(self, layer: str, step: int, by: str, reason: str) -> None:
         self.freezer.freeze(layer)
         row = self.board[layer]
         row.frozen = True
         row.set(step, reason, by)
-        if self.policy is not None:
-            self.policy.froze()
-        self.on_frozen_set(f"{layer} was frozen")
+        self._tell_rule(f"{layer} was frozen")
 
     def _do_thaw(self, layer: str, step: int, by: str, reason: str) -> None:
         self.freezer.thaw(layer)
         row = self.board[layer]
         row.frozen = False
         row.set(step, reason, by)
-        self.on_frozen_set(f"{layer} was thawed")
+        self._tell_rule(f"{layer} was thawed")
+
+    def _tell_rule(self, reason: str) -> None:
+        if self.rule is not None:
+            self.rule.frozen_set_changed(reason)
 
     def _freeze(self, command: c.FreezeLayer, step: int) -> Event:
         row = self.board[command.layer]
@@ -162,9 +162,7 @@ class Steering:
         self.settings.change(command.name, command.value, command.layer)
         self._apply_settings(command.name, command.layer, old)
         new = self.settings.value(command.name, command.layer)
-        return SettingChanged(
-            step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer
-        )
+        return SettingChanged(step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer)
 
     def _reset(self, command: c.Reset, step: int) -> Event:
         old = self.settings.value(command.name, command.layer)
@@ -177,9 +175,7 @@ class Steering:
             self.settings.change(command.name, self.settings.default(command.name))
             self._apply_settings(command.name, None, old)
         new = self.settings.value(command.name, command.layer)
-        return SettingChanged(
-            step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer
-        )
+        return SettingChanged(step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer)
 
     def _apply_settings(self, name: str, layer: str | None, old: Any) -> None:
         if name == LEARNING_RATE:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from egeria_lab.algorithms.layers import LayerModules, layers
 from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource
@@ -99,9 +100,7 @@ class Trainer:
         """Every tensor of a (nested) batch on the training device."""
         if self.device.type == "cpu":
             return content
-        return tree_map(
-            lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, content
-        )
+        return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, content)
 
     def run_model(self, model: nn.Module, content: Any) -> tuple[Any, Any]:
         """The model's outputs and the targets for one batch on the device.
@@ -112,11 +111,7 @@ class Trainer:
         if self.forward is not None:
             return self.forward(model, content)
         if not isinstance(content, (tuple, list)) or len(content) != 2:
-            kind = (
-                f"{type(content).__name__} of {len(content)}"
-                if hasattr(content, "__len__")
-                else type(content)
-            )
+            kind = f"{type(content).__name__} of {len(content)}" if hasattr(content, "__len__") else type(content)
             raise DataError(
                 f"a batch must be a pair (inputs, targets), got {kind}; for other batches give "
                 "forward=function(model, batch) -> (outputs, targets)."
@@ -185,6 +180,16 @@ class Trainer:
         if not isinstance(loss, Tensor):
             raise InvalidSettingError(f"loss must return a tensor, got {type(loss).__name__}.")
         return loss.float()
+
+    def find_layers(self, example: Batch, names: list[str] | None = None) -> LayerModules:
+        """The layer modules of the model, found by running a small batch through it.
+
+        Raises:
+            LayerError, UnknownNameError: when the model cannot be cut as asked.
+        """
+        content = self.to_device(example.content)
+        with self.private_draws("trace", 0):
+            return layers(self.model, content, names=names, forward=lambda m, x: self.run_model(m, x)[0])
 
     @contextmanager
     def private_draws(self, *purpose: str | int) -> Iterator[None]:
@@ -257,11 +262,7 @@ def choose_device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidSettingError(
-            f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}."
-        ) from error
+        raise InvalidSettingError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidSettingError(
-            f"device={device!r} was asked for, but torch finds no GPU; use 'auto' or 'cpu'."
-        )
+        raise InvalidSettingError(f"device={device!r} was asked for, but torch finds no GPU; use 'auto' or 'cpu'.")
     return chosen

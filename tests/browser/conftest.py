@@ -34,6 +34,12 @@ OUTPUTS = """() => {
     (cell) => (cell.type === "code" ? cell.outputs.toJSON() : []));
 }"""
 
+POINTS = """() => Object.fromEntries(
+  [...document.querySelector(".egl").querySelectorAll("[data-panel]")]
+    .map((panel) => [panel.dataset.panel, panel.querySelector(".egl-plot")?.dataset.points])
+    .filter(([, points]) => points !== undefined)
+    .map(([name, points]) => [name, Number(points)]))"""
+
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
@@ -67,7 +73,9 @@ class Lab:
         name = f"{uuid.uuid4().hex[:8]}.ipynb"
         (self.folder / name).write_text(json.dumps(_notebook(cells)))
         page = self.browser.new_page(viewport={"width": width, "height": height})
-        notebook = Notebook(page, f"{self.url}/lab/workspaces/{uuid.uuid4().hex}/tree/{name}", self.folder / name)
+        notebook = Notebook(
+            page, f"{self.url}/lab/workspaces/{uuid.uuid4().hex}/tree/{name}", self.folder / name
+        )
         notebook.load()
         return notebook
 
@@ -103,8 +111,8 @@ class Notebook:
         reply = self.page.evaluate(
             """async (code) => {
               const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-              const future = kernel.requestExecute({code: "", user_expressions: {answer: code}, store_history: false});
-              return (await future.done).content.user_expressions.answer;
+              const asked = {code: "", user_expressions: {answer: code}, store_history: false};
+              return (await kernel.requestExecute(asked).done).content.user_expressions.answer;
             }""",
             f"__import__('json').dumps({expression})",
         )
@@ -130,13 +138,7 @@ class Notebook:
 
     def points(self) -> dict[str, int]:
         """How many points each chart of the first dashboard draws."""
-        return dict(
-            self.page.evaluate(
-                """() => Object.fromEntries([...document.querySelector(".egl").querySelectorAll("[data-panel]")]
-                  .map((panel) => [panel.dataset.panel, Number(panel.querySelector(".egl-plot")?.dataset.points ?? -1)])
-                  .filter(([, points]) => points >= 0))"""
-            )
-        )
+        return dict(self.page.evaluate(POINTS))
 
     def close(self) -> None:
         """End the kernel and the page."""
@@ -172,7 +174,9 @@ def _environment(home: Path) -> dict[str, str]:
     )
     settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
-    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    (settings / "notification.jupyterlab-settings").write_text(
+        '{"fetchNews": "false", "checkForUpdates": false}'
+    )
     root = str(Path(__file__).parents[2])
     return {
         **os.environ,

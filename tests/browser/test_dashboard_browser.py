@@ -50,7 +50,9 @@ def settled(book: Any) -> dict[str, int]:
 
 def bars(book: Any) -> list[list[str]]:
     """The frozen bars of the timeline: kind and layer."""
-    found = book.dashboard.locator(".egl-bar").evaluate_all("(b) => b.map((r) => [r.dataset.kind, r.dataset.lane])")
+    found = book.dashboard.locator(".egl-bar").evaluate_all(
+        "(b) => b.map((r) => [r.dataset.kind, r.dataset.lane])"
+    )
     return sorted(found)
 
 
@@ -62,7 +64,9 @@ def test_curves_appear_while_the_training_cell_has_returned(notebook: Open, scre
     first = drawn(book, 20)
     assert drawn(book, first["loss"] + 20)["loss"] > first["loss"]
     line = book.dashboard.get_by_role("status").first
-    assert re.match(r"step [\d,]+ of 48,000, epoch [\d.]+, loss [\d.e-]+, \d of 4 layers frozen", line.inner_text())
+    assert re.match(
+        r"step [\d,]+ of 48,000, epoch [\d.]+, loss [\d.e-]+, \d of 4 layers frozen", line.inner_text()
+    )
     assert "dashboard" in book.dashboard.locator(".egl-cost").inner_text()
     book.page.screenshot(path=screenshots / "live.png")
     assert book.messages == []
@@ -84,7 +88,8 @@ def test_moving_the_slider_lands_as_one_setting_changed(notebook: Open) -> None:
     slider.fill("100")
     book.until("len(session.events.of(lab.events.SettingChanged)) == 2")
     last = book.ask("session.events.of(lab.events.SettingChanged)[-1].to_dict()")
-    assert last["layer"] == "layers.1" and last["new"] == book.ask("session.setting('freeze.tolerance', 'layers.1')")
+    assert last["layer"] == "layers.1"
+    assert last["new"] == book.ask("session.setting('freeze.tolerance', 'layers.1')")
     book.dashboard.locator(".egl-setting .egl-pending").first.wait_for(state="hidden")
     book.dashboard.locator(".egl-words li", has_text="freeze.tolerance for layers.1").wait_for()
 
@@ -122,7 +127,10 @@ def test_play_pause_stop_and_a_late_and_a_reloaded_view_show_the_same(notebook: 
     second = book.page.locator(".egl").nth(1)
     second.scroll_into_view_if_needed()
     book.page.wait_for_function(
-        "(n) => Number(document.querySelectorAll('.egl')[1].querySelector('.egl-loss .egl-plot').dataset.points) === n",
+        """(n) => {
+          const second = document.querySelectorAll(".egl")[1];
+          return Number(second.querySelector(".egl-loss .egl-plot").dataset.points) === n;
+        }""",
         arg=followed["loss"],
     )
     book.command("docmanager:save")
@@ -139,7 +147,9 @@ def test_play_pause_stop_and_a_late_and_a_reloaded_view_show_the_same(notebook: 
     book.until("session.state == 'stopped'")
 
 
-def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(notebook: Open, screenshots: Path) -> None:
+def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(
+    notebook: Open, screenshots: Path
+) -> None:
     book = notebook(BUILD.replace("4000", "20"), START, "session.wait()")
     book.run_all()
     drawn(book, 200)
@@ -151,7 +161,9 @@ def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(notebook
     saved = book.path.read_text(encoding="utf-8")
     (state,) = [
         one["state"]
-        for one in json.loads(saved)["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"].values()
+        for one in json.loads(saved)["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"][
+            "state"
+        ].values()
         if "snapshot" in one["state"]
     ]
     assert len(state["snapshot"]) > 1000
@@ -171,7 +183,8 @@ def test_the_page_thins_as_the_kernel_does(lab: Any) -> None:
     step = np.cumsum(random.integers(1, 4, 5000)).astype(float)
     key = random.normal(size=5000).round(1)
     page = lab.browser.new_page()
-    run = f"([step, key, most]) => {{ {source}; return thin(step, key, step.map((_, i) => i), most, step.at(-1)); }}"
+    call = "thin(step, key, step.map((_, i) => i), most, step.at(-1))"
+    run = f"([step, key, most]) => {{ {source}; return {call}; }}"
     whole = page.evaluate(run, [step.tolist(), key.tolist(), 200])
     kept = thin(step, key, np.zeros(5000), 1024)
     again = page.evaluate(run, [step[kept].tolist(), key[kept].tolist(), 200])

@@ -317,7 +317,5 @@ def _act(story: _Story, step: int) -> None:
             story.thaw(step, story.frozen()[0], "dashboard", "asked for")
         case "no":
             log.append(
-                CommandRejected(
-                    step=step, by="user", command="freeze", reason="the head is the last trainable layer"
-                )
+                CommandRejected(step=step, by="user", command="freeze", reason="the head is the last trainable layer")
             )

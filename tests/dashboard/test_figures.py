@@ -103,9 +103,7 @@ def test_a_reading_of_zero_is_drawn_at_the_clamp() -> None:
 
 def test_a_reading_on_its_own_has_a_marker() -> None:
     history = small_history([[1e-4] * 25], [0] * 12 + [1] + [2] * 12)
-    lone = [
-        t for t in traces(plasticity_figure(history, [], ROWS[:1]), "layers.0 · stem") if t.mode == "markers"
-    ]
+    lone = [t for t in traces(plasticity_figure(history, [], ROWS[:1]), "layers.0 · stem") if t.mode == "markers"]
     assert [list(trace.x) for trace in lone] == [[130.0], [130.0]]
 
 
@@ -196,9 +194,7 @@ def test_savings_show_theory_and_measurement_and_cost_to_the_left() -> None:
 
 def test_savings_over_time_in_per_cent() -> None:
     history = History(["layers.0"])
-    history.savings.append(
-        step=10, flops_saved_fraction=0.25, saved_tensor_bytes=50, full_saved_tensor_bytes=200
-    )
+    history.savings.append(step=10, flops_saved_fraction=0.25, saved_tensor_bytes=50, full_saved_tensor_bytes=200)
     lines = {line.name: list(line.y) for line in savings_over_time_figure(history).data}
     assert lines == {"computation, theoretical": [25.0], "memory for backward, measured": [75.0]}
 

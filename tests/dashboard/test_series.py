@@ -15,9 +15,7 @@ from egeria_lab.history import History
 def history() -> History:
     made = History(["layers.0"])
     for step in range(1, 5):
-        made.steps.append(
-            step=step, epoch=step / 2, samples=8 * step, train_flops=100, elapsed_seconds=0.5 * step
-        )
+        made.steps.append(step=step, epoch=step / 2, samples=8 * step, train_flops=100, elapsed_seconds=0.5 * step)
     return made
 
 

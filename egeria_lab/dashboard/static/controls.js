@@ -89,7 +89,10 @@ class SettingSlider {
   }
 
   layerChoice(short) {
-    this.choice = make("select", { "aria-label": `Layer that the ${short} is set for`, onchange: () => this.draw() });
+    this.choice = make("select", { "aria-label": `Layer that the ${short} is set for`, onchange: () => {
+      this.context.choices.layers[this.name] = this.choice.value;
+      this.draw();
+    } });
     return this.choice;
   }
 
@@ -157,7 +160,7 @@ class SettingSlider {
     const names = this.context.layers.map((row) => row.name), wanted = JSON.stringify([names, own]);
     if (wanted === this.choiceDrawn) return;
     this.choiceDrawn = wanted;
-    const chosen = this.choice.value;
+    const chosen = this.context.choices.layers[this.name] ?? "";
     const option = (value, text) => make("option", { value }, text);
     this.choice.replaceChildren(option("", "all layers"), ...names.map((name) => option(name, name in own ? `${name} (own)` : name)));
     this.choice.value = names.includes(chosen) ? chosen : "";
@@ -169,7 +172,7 @@ class SettingsBar {
     this.context = context;
     this.first = make("div", { class: "egl-first" });
     this.rest = make("div", { class: "egl-rest" });
-    this.more = make("details", { class: "egl-more" }, make("summary", {}, "more settings"), this.rest);
+    this.more = make("details", { class: "egl-more", open: context.choices.more, ontoggle: () => { context.choices.more = this.more.open; } }, make("summary", {}, "more settings"), this.rest);
     this.node = make("div", { class: "egl-settings" }, this.first, this.more);
     this.sliders = [];
   }

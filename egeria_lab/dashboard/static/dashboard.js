@@ -8,8 +8,9 @@ const REDRAWN_BY = {
 const WITHOUT_KERNEL_MS = 3500;
 
 class Page {
-  constructor(model, root) {
+  constructor(model, root, kept) {
     this.model = model;
+    this.choices = kept; // what the user chose to see: outlives this view
     this.root = root;
     this.id = Math.random().toString(36).slice(2, 8);
     this.data = new Data();
@@ -115,6 +116,11 @@ class Page {
     if (this.scheduled || !this.link?.visible) return;
     this.scheduled = requestAnimationFrame(() => {
       this.scheduled = null;
+      if (!this.root.clientWidth) { // taken out of the page for a moment: nothing has a size now
+        clearTimeout(this.laterTimer);
+        this.laterTimer = setTimeout(() => this.redraw(), 150);
+        return;
+      }
       const started = performance.now();
       for (const key of this.dirty) {
         if (this.views[key] && !this.grid.hidden) this.views[key].draw();
@@ -206,8 +212,7 @@ class Page {
 
   close() {
     cancelAnimationFrame(this.scheduled);
-    clearTimeout(this.noteTimer);
-    clearTimeout(this.themeTimer);
+    [this.noteTimer, this.themeTimer, this.laterTimer].forEach(clearTimeout);
     this.stopTheme();
     this.stopLooking();
     this.sizes.disconnect();
@@ -217,11 +222,14 @@ class Page {
   }
 }
 
-export default {
-  render({ model, el }) {
-    const root = document.createElement("div");
-    el.append(root);
-    const page = new Page(model, root);
-    return () => page.close();
-  },
+export default () => {
+  const kept = { mode: "plasticity", hiddenLayers: new Set(), layers: {}, more: false };
+  return {
+    render({ model, el }) {
+      const root = document.createElement("div");
+      el.append(root);
+      const page = new Page(model, root, kept);
+      return () => page.close();
+    },
+  };
 };

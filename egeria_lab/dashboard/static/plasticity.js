@@ -8,8 +8,6 @@ const VERDICTS = ["warming up", "moving", "stable", "freeze", "blocked", "frozen
 class PlasticityView {
   constructor(panel, context) {
     this.context = context;
-    this.mode = "plasticity";
-    this.hiddenLayers = new Set();
     panel.tools.append(this.toggle());
     this.plot = new Plot(panel.body, context, (point) => this.describe(point));
     this.plot.node.setAttribute("aria-label", "Plasticity of each layer against the training step");
@@ -26,7 +24,7 @@ class PlasticityView {
           ? "Distance between each layer's output and the reference's: faint as read, strong smoothed"
           : "The trend of the smoothed line (solid) against its tolerance (dashed): below it, the layer is stable",
         onclick: () => {
-          this.mode = mode;
+          this.context.choices.mode = mode;
           for (const other of group.children) other.setAttribute("aria-pressed", String(other === button));
           this.context.redraw("plasticity");
         },
@@ -36,12 +34,21 @@ class PlasticityView {
     return group;
   }
 
+  get mode() {
+    return this.context.choices.mode;
+  }
+
+  get hiddenLayers() {
+    return this.context.choices.hiddenLayers;
+  }
+
   get dense() {
     return this.context.layers.length > MOST_LINES;
   }
 
   draw() {
     this.legend.hidden = this.dense;
+    this.plot.node.parentNode.classList.toggle("egl-dense", this.dense);
     if (this.dense) this.drawPicture();
     else this.drawLines();
   }
@@ -76,7 +83,8 @@ class PlasticityView {
     this.plot.draw(traces, {
       xaxis: stepAxis(this.context),
       yaxis: {
-        type: "log", dtick: 1, exponentformat: "power", range: decades(high ? low : 1e-4, high || 1),
+        type: "log", dtick: 1, exponentformat: "power", tickfont: { size: 10 }, // powers are drawn a quarter larger
+        range: decades(high ? low : 1e-4, high || 1),
         title: { text: slopes ? "|slope| per reading" : "plasticity", standoff: 10 },
       },
       uirevision: this.mode,
@@ -84,24 +92,20 @@ class PlasticityView {
     this.drawLegend();
   }
 
-  // One column over some rows; a new reference starts a new line.
+  // One column over some rows; a new reference starts a new line. Against a fresh reference the distance is zero:
+  // such a start has no place on a logarithmic axis and is left out, unless nothing else follows.
   line(table, rows, name, line, opacity) {
     const column = table.column(name), generation = table.column("generation"), x = [], y = [], source = [];
-    let before = null;
-    for (const row of rows) {
-      if (Number.isNaN(column[row])) continue;
-      if (before !== null && generation[row] !== before) {
-        x.push(table.step[row]);
-        y.push(null);
-        source.push(-1);
-      }
-      before = generation[row];
+    const known = rows.filter((row) => !Number.isNaN(column[row]));
+    const add = (step, value, row) => { x.push(step); y.push(value); source.push(row); };
+    known.forEach((row, i) => {
+      const next = known[i + 1], fresh = i === 0 || generation[row] !== generation[known[i - 1]];
+      if (fresh && i > 0) add(table.step[row], null, -1);
+      if (fresh && column[row] === 0 && next !== undefined && generation[next] === generation[row]) return;
       const value = Math.max(FLOOR, Math.abs(column[row]));
       this.span = [Math.min(this.span[0], value), Math.max(this.span[1], value)];
-      x.push(table.step[row]);
-      y.push(value);
-      source.push(row);
-    }
+      add(table.step[row], value, row);
+    });
     return { type: "scatter", mode: "lines", x, y, rows: source, line, opacity, hoverinfo: "none" };
   }
 

@@ -58,9 +58,11 @@ function stepAxis(context) {
   return { range: [0, Math.max(10, context.data.lastStep * 1.01)], title: { text: "training step", standoff: 6 } };
 }
 
+const MOST_DECADES = 7;
+
 // Whole decades around some positive values, so that the axis stands still while the values move.
 function decades(low, high) {
   const from = Math.floor(Math.log10(Math.max(FLOOR, low)));
   const to = Math.ceil(Math.log10(Math.max(FLOOR, high)));
-  return [from, Math.max(to, from + 1)];
+  return [Math.max(from, to - MOST_DECADES), Math.max(to, from + 1)];
 }

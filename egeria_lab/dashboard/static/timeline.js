@@ -62,7 +62,7 @@ class TimelineView {
     const title = row.title && row.title !== row.name ? `${row.name} ${row.title}` : row.name;
     if (parts.titled !== title) {
       parts.titled = title;
-      parts.name.replaceChildren(make("b", {}, row.name), row.title && row.title !== row.name ? ` ${row.title}` : "");
+      parts.name.replaceChildren(make("b", {}, row.name), row.title && row.title !== row.name ? make("span", {}, ` ${row.title}`) : "");
     }
     parts.name.dataset.tip = `${title}, ${row.state}${row.since === null ? "" : ` since step ${say(row.since)}`}`
       + `${row.reason ? `\n${row.reason}` : ""}\n${say(row.parameters)} parameters`;
@@ -72,7 +72,9 @@ class TimelineView {
     this.button(parts.pin, pinned ? "unpin" : "pin", row, pinned
       ? "the rule may freeze it again, from the next step on"
       : "no rule may freeze it, from the next step on");
-    parts.pending.hidden = !this.context.isPending(`layer:${row.name}`);
+    const pending = this.context.isPending(`layer:${row.name}`);
+    parts.pending.hidden = !pending;
+    parts.row.classList.toggle("egl-busy", pending);
     parts.row.classList.toggle("egl-frozen", frozen);
   }
 

@@ -1,0 +1,142 @@
+"""The command line as a user types it: one JSON object on stdout, one sentence on stderr, honest exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from egeria_lab.cli import main
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "egeria_lab", *arguments],
+        capture_output=True, text=True, cwd=cwd, env=environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("demo")
+    # a small run of the same command: digits settle within a few epochs, so that layers freeze by the rule
+    done = run("demo", "--json", "--model", "mlp", "--data", "digits", "--epochs", "60", "--threads", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), folder
+
+
+def test_demo_prints_one_json_object_with_the_promised_keys(demo: tuple[dict[str, Any], Path]) -> None:
+    result, folder = demo
+    promised = {
+        "final_accuracy", "baseline_accuracy", "frozen_layers", "events", "flops_saved_fraction",
+        "time_saved_fraction", "steps", "report",
+    }  # fmt: skip
+    assert promised <= set(result)
+    assert result["steps"] == 60 * 12
+    assert (folder / result["report"]).read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_demo_freezes_by_the_rule_and_keeps_the_accuracy(demo: tuple[dict[str, Any], Path]) -> None:
+    result, _ = demo
+    by_rule = [e for e in result["events"] if e["event"] == "LayerFrozen" and e["by"] == "rule"]
+    assert [e["layer"] for e in by_rule] == result["frozen_layers"]
+    assert result["frozen_layers"]
+    assert abs(result["final_accuracy"] - result["baseline_accuracy"]) <= 0.01
+    assert 0 < result["flops_saved_fraction"] < 1
+
+
+def test_demo_without_baseline_and_in_words(tmp_path: Path) -> None:
+    done = run(
+        "demo", "--no-baseline", "--model", "mlp", "--data", "digits", "--epochs", "1", "--threads", "1",
+        "--report", "page.html", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.html").is_file()
+    assert "with freezing" in done.stdout
+    assert "without " not in done.stdout
+    assert "Saved: 0.0 % of the FLOPs" in done.stdout
+
+
+def test_doctor_prints_json_with_the_promised_keys(tmp_path: Path) -> None:
+    done = run("doctor", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert set(found) == {"device", "cores", "threads", "int8_engine", "versions", "widgets", "notes"}
+    assert found["versions"]["torch"]
+    assert found["widgets"] is True
+
+
+def test_doctor_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "int8_engine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["demo", "--model", "resnet9"], "Unknown model 'resnet9'. Did you mean"),
+        (["demo", "--data", "fashion-mni"], "Did you mean 'fashion-mini'?"),
+        (["demo", "--model", "mlp", "--data", "digits", "--epochs", "0"], "epochs must be a number > 0"),
+        (["demo", "--threads", "0"], "--threads must be a whole number >= 1, got 0"),
+        (["lab", "no-such-folder"], "there is no folder 'no-such-folder'"),
+    ],
+)
+def test_errors_are_one_sentence_without_traceback(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_report_that_cannot_be_written_is_said_before_training(tmp_path: Path) -> None:
+    done = run(
+        "demo",
+        "--model",
+        "mlp",
+        "--data",
+        "digits",
+        "--epochs",
+        "500",
+        "--report",
+        "no/such/folder/r.html",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert "no/such/folder" in done.stderr
+    assert "Epoch 1" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_command_exits_with_2(tmp_path: Path) -> None:
+    assert run("dmeo", cwd=tmp_path).returncode == 2
+
+
+def test_lab_opens_a_writable_copy_of_the_installed_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    installed = tmp_path / "prefix" / "share" / "egeria_lab" / "notebooks"
+    installed.mkdir(parents=True)
+    (installed / "01_first_session.ipynb").write_text("{}", encoding="utf-8")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path / "prefix"))
+    monkeypatch.setattr("subprocess.call", lambda command: calls.append(command) or 0)
+    assert main(["lab", "--no-browser", "--port", "9999"]) == 0
+    assert (work / "egeria-lab-notebooks" / "01_first_session.ipynb").is_file()
+    assert calls[0][1:3] == ["-m", "jupyterlab"]
+    assert "--no-browser" in calls[0]
+    assert "--port=9999" in calls[0]
