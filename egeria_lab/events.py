@@ -95,9 +95,7 @@ class EpochFinished(Event):
     valid_accuracy: float
 
     def sentence(self) -> str:
-        return (
-            f"Epoch {self.epoch}: loss {self.train_loss:.3f}, validation accuracy {self.valid_accuracy:.1%}"
-        )
+        return f"Epoch {self.epoch}: loss {self.train_loss:.3f}, validation accuracy {self.valid_accuracy:.1%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +194,17 @@ class ReferenceRefreshed(Event):
 
     def sentence(self) -> str:
         return f"Reference {self.generation} taken ({self.engine}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompiled(Event):
+    """`torch.compile` built new graphs, usually because the frozen set changed; `total` counts the run."""
+
+    graphs: int
+    total: int
+
+    def sentence(self) -> str:
+        return f"torch.compile built {self.graphs} new graph(s), {self.total} in this run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer, split_
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer, choose_device
 from egeria_lab.errors import require
-from egeria_lab.events import Event, EventLog, Scalar, SettingChanged
+from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
 from egeria_lab.history import History
 
 DEFAULT_EPOCHS = 20
@@ -59,7 +59,7 @@ class Session:
         freeze: `Plasticity`, `Schedule` or `GradientNorm`; None to freeze by hand only.
         layers: names of the modules at whose outputs to cut, front to back; default: found by tracing.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
-        precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` under autocast.
+        precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` and ``"fp16"`` under autocast.
         max_grad_norm: clip the gradient norm of active parameters, or None.
         park_state: optimizer state of frozen layers: ``"keep"``, ``"cpu"`` or ``"drop"``.
         scheduler_every: ``"auto"``, ``"step"`` or ``"epoch"``; see `egeria_lab.engine.schedules.Schedule`.
@@ -110,6 +110,7 @@ class Session:
             self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
             precision=precision, max_grad_norm=max_grad_norm, seed=seed,
         )  # fmt: skip
+        self.model = self.trainer.model
         self.layer_modules = self.trainer.find_layers(self._train_source.example(EXAMPLE_ROWS), layers)
         self.events = EventLog()
         self.commands = c.CommandQueue()
@@ -134,6 +135,7 @@ class Session:
         self._lock = threading.RLock()
         self._batches: Any = None
         self._steps_done = 0
+        self._graphs = 0
         self.commands.on_put(self._on_command)
 
     # --- driving -------------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ class Session:
             self.budget.check_left(self._steps_done)
             batch = self._next_batch()
             number, rate = self._steps_done + 1, self.schedule.learning_rate
+            self._steering.freezer.hold()
             try:
                 result = self.trainer.step(batch, number, self.recorder.around_forward(batch))
             except BaseException:
@@ -164,6 +167,7 @@ class Session:
                 raise
             self._steps_done = number
             self.schedule.after_step()
+            self._announce_graphs(result.new_graphs)
             watched = time.perf_counter()
             flops = self.recorder.flops(self.layers.frozen)
             decisions = self._consult_rule(batch, result.loss, rate, flops)
@@ -404,6 +408,11 @@ class Session:
             batch, step=self._steps_done, passes=self.epoch, loss=loss, learning_rate=rate,
             board=self.layers, flops=flops,
         )  # fmt: skip
+
+    def _announce_graphs(self, new: int) -> None:
+        if new:
+            self._graphs += new
+            self.events.append(Recompiled(step=self._steps_done, graphs=new, total=self._graphs))
 
     def _next_batch(self) -> Batch:
         epoch, position = divmod(self._steps_done, self.steps_per_epoch)

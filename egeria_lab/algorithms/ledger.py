@@ -64,11 +64,12 @@ class Ledger:
         flops = f"{prefix} of {len(self.layers)} layers frozen from the front skip their backward pass"
         if hole:
             flops += f"; {len(frozen) - prefix} behind trainable layers save weight gradients only"
-        if not frozen:
-            flops = "layers were frozen for a while and are trained again"
         memory = f"the frozen front keeps nothing for backward ({prefix} of {len(self.layers)} layers)"
         if prefix == 0:
             memory = "0 B from freezing at the front: trainable layers lie before the frozen ones"
+        if not frozen:
+            flops = "layers were frozen for a while and are trained again"
+            memory = "0 B now: no layer is frozen"
         time = "steps are timed against the median of those with nothing frozen"
         if self.book.time_saved_fraction is None:
             time = "too few steps with nothing frozen to compare with"

@@ -69,7 +69,7 @@ class PlasticityTrend:
 
     Example:
         >>> trend = PlasticityTrend()
-        >>> for value in (0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0):
+        >>> for value in (0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0):
         ...     reading = trend.update(value, window=2, patience=2, tolerance=0.5)
         >>> reading.verdict, reading.stable
         ('freeze', 2)

@@ -43,7 +43,7 @@ LANE_KINDS = {
 
 BY_HAND, BY_RULE = 1, 0
 NUM_WORDS = 8
-MEAN_STEPS = 50
+MEAN_STEPS = 20
 """The strong lines of loss and accuracy are means of this many steps."""
 
 

@@ -97,7 +97,7 @@ class Recorder:
     def around_forward(self, batch: Batch) -> Iterator[None]:
         """Measure what autograd keeps, on the first step of each frozen set."""
         frozen = self.board.frozen
-        if frozen in self._measured:
+        if frozen in self._measured or self.trainer.compiled is not None:  # hooks would break compiled graphs
             yield
             return
         exclude = [*self.trainer.model.parameters(), *self.trainer.model.buffers()]

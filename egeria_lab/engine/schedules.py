@@ -64,7 +64,12 @@ def make_optimizer(
             return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4)
         kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, lr=rate)
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+    made = optimizer if isinstance(optimizer, Optimizer) or not callable(optimizer) else optimizer(model.parameters())
+    if not isinstance(made, Optimizer):
+        raise InvalidSettingError(
+            f"optimizer must be a name ({', '.join(DEFAULT_RATES)}), a torch Optimizer, or a function of the "
+            f"parameters that returns one; got {made!r}."
+        )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(p) in own for group in made.param_groups for p in group["params"]):
         raise InvalidSettingError(
@@ -195,7 +200,8 @@ class Schedule:
     """Moves the learning rate of an optimizer, once a step or once an epoch as its scheduler wants.
 
     Args:
-        scheduler: a name in `SCHEDULES`, a function ``f(optimizer) -> LRScheduler``, or None.
+        scheduler: a name in `SCHEDULES`, a function ``f(optimizer) -> LRScheduler``, or None. A `OneCycleLR`
+            that has come to its own end keeps its last rate when the budget goes on.
         optimizer: the optimizer.
         budget: the budget; names count against it, also when it changes.
         every: ``"auto"``, ``"step"`` or ``"epoch"``. Named schedules, `OneCycleLR` and `CyclicLR` move
@@ -233,7 +239,13 @@ class Schedule:
             factor = SCHEDULES[scheduler]
             self.scheduler = LambdaLR(optimizer, lambda step: factor(min(1.0, step / max(1, budget.total_steps))))
         else:
-            self.scheduler = scheduler(optimizer) if not isinstance(scheduler, LRScheduler) else scheduler
+            made = scheduler(optimizer) if callable(scheduler) else scheduler
+            if not isinstance(made, LRScheduler):
+                raise InvalidSettingError(
+                    f"scheduler must be a name ({', '.join(SCHEDULES)}), None, a torch LRScheduler, or a function of "
+                    f"the optimizer that returns one; got {made!r}."
+                )
+            self.scheduler = made
         if every not in ("auto", "step", "epoch"):
             raise unknown_name("scheduler_every", every, ("auto", "step", "epoch"))
         by_step = isinstance(scheduler, str) or isinstance(self.scheduler, (OneCycleLR, CyclicLR))
@@ -243,6 +255,14 @@ class Schedule:
     def learning_rate(self) -> float:
         """Learning rate of the first parameter group now; of the head where each layer has its own."""
         return float(self.optimizer.param_groups[self._shown_group]["lr"])
+
+    @property
+    def peak_rate(self) -> float:
+        """Highest rate of that group that the schedule plans, as far as it says so."""
+        group = self.optimizer.param_groups[self._shown_group]
+        if isinstance(self.scheduler, CyclicLR):
+            return float(self.scheduler.max_lrs[self._shown_group])
+        return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
     def _follow_layers(self, scheduler: Any, budget: Budget, layer_factor: Callable[[str, float], float]) -> None:
         if scheduler != "cosine":
@@ -275,11 +295,24 @@ class Schedule:
             for key in ("initial_lr", "max_lr", "min_lr"):
                 if key in group:
                     group[key] = group[key] * factor
-        if isinstance(self.scheduler, LRScheduler) and hasattr(self.scheduler, "base_lrs"):
-            self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
+        for scheduler in _with_parts(self.scheduler):
+            for name in ("base_lrs", "max_lrs", "min_lrs", "eta_min", "default_min_lr"):
+                rates = getattr(scheduler, name, None)
+                if rates is not None:
+                    scaled = [rate * factor for rate in rates] if isinstance(rates, list) else rates * factor
+                    setattr(scheduler, name, scaled)
 
     def _move(self, valid_loss: float | None) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(valid_loss if valid_loss is not None else 0.0)
+        elif isinstance(self.scheduler, OneCycleLR) and self.scheduler.last_epoch >= self.scheduler.total_steps - 1:
+            return
         elif self.scheduler is not None:
             self.scheduler.step()
+
+
+def _with_parts(scheduler: LRScheduler | None) -> list[LRScheduler]:
+    """A scheduler and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
+    if scheduler is None:
+        return []
+    return [scheduler, *(part for inner in getattr(scheduler, "_schedulers", ()) for part in _with_parts(inner))]

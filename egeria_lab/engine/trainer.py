@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -18,25 +18,13 @@ from egeria_lab.algorithms.layers import LayerModules, layers
 from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy
 from egeria_lab.errors import DataError, InvalidSettingError, TrainingError, unknown_name
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
 
-PRECISIONS = ("auto", "fp32", "bf16")
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy per sample; class scores lie in dimension 1, or last for sequences of tokens.
-
-    Example:
-        >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).shape
-        torch.Size([2])
-    """
-    if outputs.dim() == targets.dim() + 1 and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
-        outputs = outputs.movedim(-1, 1)
-    losses = F.cross_entropy(outputs, targets, reduction="none")
-    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +36,14 @@ class StepResult:
         accuracy: share of right predictions in [0, 1], or None where the outputs are no class scores.
         seconds: time of the step.
         outputs: the model's outputs, detached.
+        new_graphs: graphs that `torch.compile` built during the step; 0 for a model that is not compiled.
     """
 
     loss: float
     accuracy: float | None
     seconds: float
     outputs: Any
+    new_graphs: int = 0
 
 
 class Trainer:
@@ -65,7 +55,8 @@ class Trainer:
         loss: ``loss(outputs, targets)``, a scalar or one value per sample; None for cross-entropy.
         forward: ``forward(model, batch) -> (outputs, targets)``; None for batches ``(inputs, targets)``.
         device: where the model is.
-        precision: ``"auto"`` or ``"fp32"`` for float32, ``"bf16"`` for autocast.
+        precision: ``"auto"`` or ``"fp32"`` for float32, ``"bf16"`` and ``"fp16"`` for autocast, the latter
+            with loss scaling.
         max_grad_norm: clip the gradient norm of active parameters to this, or None.
         seed: decides dropout and other draws inside the model, together with the step.
     """
@@ -86,7 +77,11 @@ class Trainer:
             raise unknown_name("precision", precision, PRECISIONS)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidSettingError(f"max_grad_norm must be > 0 or None, got {max_grad_norm!r}.")
-        self.model = model
+        # A compiled model is trained through its compiled forward; everything that looks at modules (tracing,
+        # evaluation, plasticity) runs the module itself, so that no hook is lost in a compiled graph.
+        inner = getattr(model, "_orig_mod", None)
+        self.compiled = model if isinstance(inner, nn.Module) else None
+        self.model: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.optimizer = optimizer
         self.loss: Loss = loss if loss is not None else cross_entropy
         self.checks_labels = loss is None
@@ -95,6 +90,11 @@ class Trainer:
         self.precision = precision
         self.max_grad_norm = max_grad_norm
         self.seed = seed
+        self.layers = LayerModules([])
+        self._checked: tuple[str, ...] = ()
+        # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
+        self._kept_in_eval = [m for m in self.model.modules() if not m.training] if self.model.training else []
+        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def to_device(self, content: Any) -> Any:
         """Every tensor of a (nested) batch on the training device."""
@@ -120,8 +120,9 @@ class Trainer:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast block of the chosen precision."""
-        if self.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        if self.precision in ("bf16", "fp16"):
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+            return torch.autocast(self.device.type, dtype=dtype)
         return nullcontext()
 
     def step(self, batch: Batch, number: int, around_forward: AbstractContextManager[Any]) -> StepResult:
@@ -138,23 +139,71 @@ class Trainer:
         """
         start = time.perf_counter()
         self._set_train_mode()
+        graphs = self._graphs_so_far()
         content = self.to_device(batch.content)
-        with self.private_draws("step", number):
+        with self.private_draws("step", number), self._buffers_kept_on_error():
             self.optimizer.zero_grad(set_to_none=True)
             with self.autocast(), around_forward:
-                outputs, targets = self.run_model(self.model, content)
+                outputs, targets = self.run_model(self.model if self.compiled is None else self.compiled, content)
                 losses = self.checked_loss(outputs, targets, batch)
             loss = losses.mean()
             value = loss.item()
             if value != value or abs(value) == float("inf"):
                 raise TrainingError(self._not_finite(value, number))
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._update(loss)
+        accuracy = accuracy_of(outputs, targets)
+        seconds = time.perf_counter() - start
+        return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs)
+
+    @contextmanager
+    def _buffers_kept_on_error(self) -> Iterator[None]:
+        """Running statistics of a step that could not be made are put back: it was not applied."""
+        moving = [buffer for buffer in self.model.buffers() if buffer.numel()]
+        before = [buffer.detach().clone() for buffer in moving]
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for buffer, old in zip(moving, before, strict=True):
+                    buffer.copy_(old)
+            raise
+
+    def _graphs_so_far(self) -> int:
+        """Graphs compiled in this process; dynamo is only loaded when something was compiled."""
+        if self.compiled is None or "torch._dynamo.utils" not in sys.modules:
+            return 0
+        return int(sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"])
+
+    def _update(self, loss: Tensor) -> None:
+        """Backward pass and optimizer step; loss scaling skips the step when a gradient overflowed."""
+        scaled = self.scaler.scale(loss) if self.scaler is not None else loss
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._check_gradients()
         if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
             active = [p for p in self.model.parameters() if p.grad is not None]
             nn.utils.clip_grad_norm_(active, self.max_grad_norm)
-        self.optimizer.step()
-        accuracy = _accuracy(outputs, targets)
-        return StepResult(value, accuracy, time.perf_counter() - start, outputs)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def _check_gradients(self) -> None:
+        """On the first step of each set of active layers: every one of them must have got a gradient."""
+        active = tuple(layer.name for layer in self.layers if any(p.requires_grad for p in layer.parameters))
+        if active == self._checked:
+            return
+        for layer in self.layers:
+            if layer.name in active and all(p.grad is None for p in layer.parameters):
+                self.optimizer.zero_grad(set_to_none=True)
+                raise TrainingError(
+                    f"{layer.name} is trained but got no gradient, so it would silently stand still. Gradient "
+                    "checkpointing with use_reentrant=True does this when nothing in front of it is trained: use "
+                    "use_reentrant=False. Otherwise the loss does not depend on this layer."
+                )
+        self._checked = active
 
     def evaluate(self, source: BatchSource) -> tuple[float, float | None]:
         """Mean loss and accuracy over a data set in eval mode; nothing about training changes."""
@@ -165,7 +214,7 @@ class Trainer:
                 with self.autocast():
                     outputs, targets = self.run_model(self.model, self.to_device(batch.content))
                     loss = self.checked_loss(outputs, targets, batch).mean()
-                accuracy = _accuracy(outputs, targets)
+                accuracy = accuracy_of(outputs, targets)
                 has_accuracy = has_accuracy and accuracy is not None
                 losses += float(loss) * len(batch)
                 right += (accuracy or 0.0) * len(batch)
@@ -175,7 +224,7 @@ class Trainer:
     def checked_loss(self, outputs: Any, targets: Any, batch: Batch) -> Tensor:
         """The loss; bad labels are reported by sample id before they reach the kernel."""
         if self.checks_labels:
-            _check_labels(outputs, targets, batch)
+            check_labels(outputs, targets, batch)
         loss = self.loss(outputs, targets)
         if not isinstance(loss, Tensor):
             raise InvalidSettingError(f"loss must return a tensor, got {type(loss).__name__}.")
@@ -189,20 +238,27 @@ class Trainer:
         """
         content = self.to_device(example.content)
         with self.private_draws("trace", 0):
-            return layers(self.model, content, names=names, forward=lambda m, x: self.run_model(m, x)[0])
+            self.layers = layers(self.model, content, names=names, forward=lambda m, x: self.run_model(m, x)[0])
+        return self.layers
 
     @contextmanager
     def private_draws(self, *purpose: str | int) -> Iterator[None]:
         """Seed the generators that modules draw from for the length of a block, then give them back."""
         devices = [self.device] if self.device.type == "cuda" else []
+        seed = derive_seed(self.seed, *purpose)
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(derive_seed(self.seed, *purpose))
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every accelerator as well
+            if devices:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
             yield
 
     def _set_train_mode(self) -> None:
         if self.model.training:
             return  # modules that the user put into eval mode inside a training model stay so
         self.model.train()
+        for module in self._kept_in_eval:
+            module.training = False
 
     def _not_finite(self, value: float, number: int) -> str:
         rate = self.optimizer.param_groups[0]["lr"]
@@ -211,40 +267,6 @@ class Trainer:
             "Lower the learning rate (session.override('optimizer.lr', …)) or check the inputs for values "
             "that are not finite."
         )
-
-
-def _check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        raise DataError(
-            f"cross-entropy needs tensors of class scores and labels, got {type(outputs).__name__} and "
-            f"{type(targets).__name__}; give loss= (and forward=) for other outputs."
-        )
-    if targets.is_floating_point() or targets.numel() == 0:
-        return
-    token_scores = outputs.dim() == targets.dim() + 1 and outputs.dim() > 2
-    classes = outputs.shape[-1] if token_scores and outputs.shape[:-1] == targets.shape else outputs.shape[1]
-    wrong = ((targets < 0) | (targets >= classes)) & (targets != -100)
-    if not bool(wrong.any()):
-        return
-    row = int(wrong.flatten(1).any(1).nonzero()[0]) if wrong.dim() > 1 else int(wrong.nonzero()[0])
-    label = int(targets[wrong][0])
-    raise DataError(
-        f"sample {int(batch.ids[row])} has label {label}, but the model has {classes} outputs "
-        f"(labels 0 … {classes - 1}); fix the label or give the model more outputs."
-    )
-
-
-def _accuracy(outputs: Any, targets: Any) -> float | None:
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None
-    with torch.no_grad():
-        if outputs.dim() == targets.dim() + 1 and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
-            outputs = outputs.movedim(-1, 1)
-        if outputs.dim() != targets.dim() + 1:
-            return None
-        counted = targets != -100
-        right = (outputs.argmax(1) == targets) & counted
-        return float(right.sum()) / max(1, int(counted.sum()))
 
 
 def choose_device(device: str | torch.device) -> torch.device:

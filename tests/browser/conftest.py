@@ -73,9 +73,7 @@ class Lab:
         name = f"{uuid.uuid4().hex[:8]}.ipynb"
         (self.folder / name).write_text(json.dumps(_notebook(cells)))
         page = self.browser.new_page(viewport={"width": width, "height": height})
-        notebook = Notebook(
-            page, f"{self.url}/lab/workspaces/{uuid.uuid4().hex}/tree/{name}", self.folder / name
-        )
+        notebook = Notebook(page, f"{self.url}/lab/workspaces/{uuid.uuid4().hex}/tree/{name}", self.folder / name)
         notebook.load()
         return notebook
 
@@ -169,14 +167,10 @@ def _environment(home: Path) -> dict[str, str]:
     kernel = home / "data" / "kernels" / "python3"
     kernel.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(
-        json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"})
-    )
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
     settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
-    (settings / "notification.jupyterlab-settings").write_text(
-        '{"fetchNews": "false", "checkForUpdates": false}'
-    )
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
     root = str(Path(__file__).parents[2])
     return {
         **os.environ,

@@ -50,9 +50,7 @@ def settled(book: Any) -> dict[str, int]:
 
 def bars(book: Any) -> list[list[str]]:
     """The frozen bars of the timeline: kind and layer."""
-    found = book.dashboard.locator(".egl-bar").evaluate_all(
-        "(b) => b.map((r) => [r.dataset.kind, r.dataset.lane])"
-    )
+    found = book.dashboard.locator(".egl-bar").evaluate_all("(b) => b.map((r) => [r.dataset.kind, r.dataset.lane])")
     return sorted(found)
 
 
@@ -64,9 +62,7 @@ def test_curves_appear_while_the_training_cell_has_returned(notebook: Open, scre
     first = drawn(book, 20)
     assert drawn(book, first["loss"] + 20)["loss"] > first["loss"]
     line = book.dashboard.get_by_role("status").first
-    assert re.match(
-        r"step [\d,]+ of 48,000, epoch [\d.]+, loss [\d.e-]+, \d of 4 layers frozen", line.inner_text()
-    )
+    assert re.match(r"step [\d,]+ of 48,000, epoch [\d.]+, loss [\d.e-]+, \d of 4 layers frozen", line.inner_text())
     assert "dashboard" in book.dashboard.locator(".egl-cost").inner_text()
     book.page.screenshot(path=screenshots / "live.png")
     assert book.messages == []
@@ -147,9 +143,7 @@ def test_play_pause_stop_and_a_late_and_a_reloaded_view_show_the_same(notebook: 
     book.until("session.state == 'stopped'")
 
 
-def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(
-    notebook: Open, screenshots: Path
-) -> None:
+def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(notebook: Open, screenshots: Path) -> None:
     book = notebook(BUILD.replace("4000", "20"), START, "session.wait()")
     book.run_all()
     drawn(book, 200)
@@ -192,3 +186,111 @@ def test_the_page_thins_as_the_kernel_does(lab: Any) -> None:
     assert whole == thin(step, key, np.zeros(5000), 200).tolist()
     assert [int(kept[i]) for i in again] == whole
     assert len(whole) <= 402
+
+
+TOLD = """
+import sys
+sys.path.insert(0, {folder!r})
+from pages import told
+from egeria_lab.dashboard.app import Dashboard
+dashboard = Dashboard(told({layers}))
+dashboard
+"""
+
+
+def colours(book: Any) -> list[str]:
+    """Colours of the text in a chart and of the panel behind it."""
+    return list(
+        book.page.evaluate(
+            """() => {
+              const text = document.querySelector(".egl-loss .xtick text");
+              const panel = document.querySelector(".egl-loss");
+              return [getComputedStyle(text).fill, getComputedStyle(panel).backgroundColor];
+            }"""
+        )
+    )
+
+
+def brightness(colour: str) -> float:
+    red, green, blue = (float(part) for part in re.findall(r"[\d.]+", colour)[:3])
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+@pytest.mark.parametrize("layers", [3, 60])
+def test_light_dark_narrow_wide(notebook: Open, screenshots: Path, layers: int) -> None:
+    folder = str(Path(__file__).parents[1] / "dashboard")
+    book = notebook(TOLD.format(folder=folder, layers=layers), width=1600, height=1500)
+    book.run_all()
+    drawn(book, 100)
+    assert book.dashboard.get_by_role("button", name=re.compile("^(Freeze|Thaw) layers")).count() == layers
+    for theme, is_dark in (("JupyterLab Light", False), ("JupyterLab Dark", True)):
+        book.command("apputils:change-theme", theme=theme)
+        for width in (1600, 600):
+            book.page.set_viewport_size({"width": width, "height": 1500})
+            book.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+            book.page.wait_for_timeout(1500)
+            text, paper = colours(book)
+            assert (brightness(text) > brightness(paper) + 100) == is_dark
+            assert (brightness(paper) > brightness(text) + 100) != is_dark
+            wide = book.page.evaluate(
+                """() => [...document.querySelectorAll(".egl-body, .egl-run, .egl-settings")]
+                  .filter((box) => box.scrollWidth > box.clientWidth + 1).length"""
+            )
+            assert wide == 0, f"{wide} boxes wider than their panel at {width} px"
+            columns = book.page.evaluate(
+                """() => getComputedStyle(document.querySelector(".egl-grid")).gridTemplateColumns.split(" ").length"""
+            )
+            assert columns == (2 if width == 1600 else 1)
+            book.page.screenshot(path=screenshots / f"{layers}-layers-{theme.split()[1]}-{width}.png")
+    assert book.messages == []
+
+
+def test_hovering_tells_value_slope_tolerance_and_verdict(notebook: Open) -> None:
+    folder = str(Path(__file__).parents[1] / "dashboard")
+    book = notebook(TOLD.format(folder=folder, layers=3), height=1300)
+    book.run_all()
+    drawn(book, 100)
+    book.page.get_by_role("button", name="slope vs tolerance").click()
+    book.page.wait_for_timeout(500)
+    dashed = book.page.locator(".egl-plasticity .js-line").evaluate_all(
+        "(lines) => lines.filter((line) => line.style.strokeDasharray !== '').length"
+    )
+    assert dashed == 3
+    box = book.page.locator(".egl-plasticity .plot").bounding_box()
+    tip = book.dashboard.get_by_role("tooltip")
+    for i in range(1, 20):
+        book.page.mouse.move(box["x"] + box["width"] * i / 20, box["y"] + box["height"] * 0.4)
+        book.page.wait_for_timeout(80)
+        if tip.is_visible():
+            break
+    assert re.search(r"layers\.\d, step [\d,]+: (warming up|moving|stable)", tip.inner_text())
+    assert re.search(r"plasticity \S+, smoothed \S+\nslope \S+, tolerance \S+, stable for \d+", tip.inner_text())
+
+
+def test_out_of_sight_nothing_is_sent_and_back_in_sight_it_is_whole(notebook: Open) -> None:
+    book = notebook(BUILD, START, "print('\\n'.join(map(str, range(400))))\n")
+    book.run_all()
+    book.dashboard.scroll_into_view_if_needed()
+    drawn(book, 50)
+    book.page.evaluate(
+        """() => {
+          const outer = document.querySelector(".jp-WindowedPanel-outer");
+          outer.scrollTop = outer.scrollHeight;
+        }"""
+    )
+    book.page.wait_for_timeout(1500)
+    frames, steps = book.ask("[dashboard._publisher._seq, session.steps_done]")
+    book.page.wait_for_timeout(2500)
+    later, done = book.ask("[dashboard._publisher._seq, session.steps_done]")
+    assert done > steps
+    assert later == frames
+    book.page.evaluate("() => { document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0; }")
+    book.until(f"dashboard._publisher._seq > {frames}")
+    book.dashboard.get_by_role("button", name="Pause").click()
+    book.until("session.state == 'paused'")
+    followed = settled(book)
+    book.command("docmanager:save")
+    book.page.wait_for_timeout(500)
+    book.load()
+    book.dashboard.scroll_into_view_if_needed()
+    assert settled(book) == followed

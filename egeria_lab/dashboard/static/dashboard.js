@@ -28,7 +28,7 @@ class Page {
     this.link.plotly().then((Plotly) => {
       this.Plotly = Plotly;
       this.redraw("plasticity", "loss");
-    }, (error) => this.say(`The chart library did not load: ${error.message}`));
+    }, (error) => this.link.closed || this.say(`The chart library did not load: ${error.message}`));
   }
 
   get layers() {
@@ -69,6 +69,7 @@ class Page {
         this.drawState();
       });
     }
+    this.model.on("comm_live_update", () => this.link.hello()); // the kernel went or came back
     this.stopTheme = watchTheme(() => this.retheme());
     this.sizes = new ResizeObserver(() => {
       this.retheme(); // the first time we are in the page at all

@@ -2,6 +2,7 @@
 
 const HELLO_AGAIN_MS = 2000;
 const ANSWER_MS = 500;
+const CLOSED = new Error("the view was closed");
 const PLOTLY_SLOT = "__egeria_lab_plotly__";
 
 // A DataView may start anywhere in a shared buffer: copy, so that typed arrays are aligned.
@@ -99,29 +100,32 @@ class Link {
     this.send({ kind: "plotly", as_text: this.asText });
   }
 
-  // plotly.js comes from the kernel once a page and is kept for every later view.
+  // plotly.js comes from the kernel once a page and is kept for every later view. When the view that asked is
+  // closed before it came, one of those that wait asks instead.
   plotly() {
-    if (!window[PLOTLY_SLOT]) {
-      window[PLOTLY_SLOT] = new Promise((resolve, reject) => {
-        const ask = () => this.askPlotly();
-        const again = setInterval(ask, 10000);
-        this.plotlyArrived = (packed) => {
-          clearInterval(again);
-          this.plotlyArrived = null;
-          unpackPlotly(packed).then(resolve, reject);
-        };
-        this.stopAsking = () => {
-          if (!this.plotlyArrived) return;
-          clearInterval(again);
-          delete window[PLOTLY_SLOT];
-        };
-        ask();
-      });
-    }
-    return window[PLOTLY_SLOT];
+    window[PLOTLY_SLOT] ??= new Promise((resolve, reject) => {
+      const again = setInterval(() => this.askPlotly(), 10000);
+      this.plotlyArrived = (packed) => {
+        clearInterval(again);
+        this.plotlyArrived = null;
+        unpackPlotly(packed).then(resolve, reject);
+      };
+      this.stopAsking = () => {
+        clearInterval(again);
+        if (!this.plotlyArrived) return;
+        delete window[PLOTLY_SLOT];
+        reject(CLOSED);
+      };
+      this.askPlotly();
+    });
+    return window[PLOTLY_SLOT].catch((error) => {
+      if (error === CLOSED && !this.closed) return this.plotly();
+      throw error;
+    });
   }
 
   close() {
+    this.closed = true;
     clearTimeout(this.helloTimer);
     clearTimeout(this.answerTimer);
     this.stopAsking?.();

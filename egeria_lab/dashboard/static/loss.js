@@ -68,7 +68,7 @@ class LossView {
     const { theme } = this.context, entry = (glyph, colour, text) =>
       make("span", {}, make("span", { class: "egl-glyph", style: `color:${colour}` }, glyph), text);
     this.legend.replaceChildren(
-      entry("━", train, "training (mean of 50 steps)"), entry("■", valid, "validation"),
+      entry("━", train, "training (mean of 20 steps)"), entry("■", valid, "validation"),
       entry("◆", theme.rule, "frozen by the rule"), entry("◇", theme.hand, "by hand"), entry("○", theme.thaw, "thawed"),
     );
   }

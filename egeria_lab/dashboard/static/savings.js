@@ -29,7 +29,7 @@ class SavingsView {
     const known = typeof share === "number", loss = known && share < 0;
     const width = known ? Math.min(100, Math.abs(100 * share)) : 0;
     const words = known ? `${(100 * share).toFixed(1)} %` : "not measured";
-    const fill = make("span", { class: `egl-fill egl-${kind}${loss ? " egl-loss" : ""}`, style: `width:${width}%` });
+    const fill = make("span", { class: `egl-fill egl-${kind}${loss ? " egl-loss" : ""}${width ? "" : " egl-none"}`, style: `width:${width}%` });
     return make("div", { class: "egl-saving-bar" }, make("span", { class: "egl-saving-name" }, kind),
       make("span", { class: "egl-track", "aria-hidden": "true" }, fill),
       make("b", {}, known ? words : kind === "measured" ? words : "no estimate"));

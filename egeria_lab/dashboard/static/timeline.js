@@ -72,10 +72,7 @@ class TimelineView {
     this.button(parts.pin, pinned ? "unpin" : "pin", row, pinned
       ? "the rule may freeze it again, from the next step on"
       : "no rule may freeze it, from the next step on");
-    const pending = this.context.isPending(`layer:${row.name}`);
-    parts.pending.hidden = !pending;
-    parts.row.classList.toggle("egl-busy", pending);
-    parts.row.classList.toggle("egl-frozen", frozen);
+    parts.pending.hidden = !this.context.isPending(`layer:${row.name}`);
   }
 
   button(node, action, row, effect) {

@@ -1,0 +1,151 @@
+"""Read the rows of coming batches ahead, in a thread that does nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from egeria_lab.data.activation_store import CacheStore
+
+
+class Coming:
+    """The rows of one batch: asked for, and then there.
+
+    Args:
+        store: where they lie.
+        keys: which ones, shape ``(b,)``.
+        pin_memory: read into page-locked memory.
+
+    Attributes:
+        rows: uint8 ``(b, row_bytes)``, arbitrary where not held.
+        held: bool ``(b,)``.
+        error: what went wrong while reading, or None.
+    """
+
+    def __init__(self, store: CacheStore, keys: np.ndarray, pin_memory: bool) -> None:
+        self.store = store
+        self.keys = keys
+        self.rows: np.ndarray = np.empty((0, 0), dtype=np.uint8)
+        self.held: np.ndarray = np.zeros(len(keys), dtype=bool)
+        self.error: OSError | None = None
+        self.seconds = 0.0
+        self._pin_memory = pin_memory
+        self._there = threading.Event()
+        self._claim = threading.Lock()
+
+    def read(self) -> None:
+        """Have the rows: read them, or wait for the thread that is reading them.
+
+        Raises:
+            OSError: when the file cannot be read.
+        """
+        self.try_reading()
+        self._there.wait()
+        if self.error is not None:
+            raise self.error
+
+    def try_reading(self) -> None:
+        """Read unless another thread has begun to; errors are kept for `read`."""
+        if not self._claim.acquire(blocking=False):
+            return
+        start = time.thread_time()
+        try:
+            buffer = torch.empty(
+                len(self.keys), self.store.row_bytes, dtype=torch.uint8, pin_memory=self._pin_memory
+            )
+            self.rows = buffer.numpy()
+            self.held = self.store.read(self.keys, self.rows)
+        except OSError as error:
+            self.error = error
+        finally:
+            self.seconds = time.thread_time() - start
+            self._there.set()
+
+
+class Prefetcher:
+    """Reads batches in the order in which they were given; the thread starts with the first one.
+
+    Example:
+        >>> store = CacheStore(None, num_keys=4, row_bytes=2, max_bytes=100)
+        >>> keys = np.array([2, 1])
+        >>> _ = store.write(keys, np.array([[5, 5], [6, 6]], dtype=np.uint8))
+        >>> prefetcher = Prefetcher()
+        >>> prefetcher.give(store, keys)
+        >>> coming = prefetcher.take(store, keys)
+        >>> coming.read()
+        >>> coming.rows.tolist()
+        [[5, 5], [6, 6]]
+        >>> prefetcher.close(); store.close()
+    """
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
+        self._queue: deque[Coming] = deque()
+        self._todo: deque[Coming] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._busy_seconds = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Batches given and not yet taken."""
+        return len(self._queue)
+
+    def give(self, store: CacheStore, keys: np.ndarray) -> None:
+        """Ask for a batch."""
+        coming = Coming(store, keys, self._pin_memory)
+        with self._wake:
+            if self._closed:
+                return
+            self._queue.append(coming)
+            self._todo.append(coming)
+            self._wake.notify()
+        if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            self._thread = threading.Thread(target=self._run, name="egeria-lab-prefetch", daemon=True)
+            self._thread.start()
+
+    def take(self, store: CacheStore, keys: np.ndarray) -> Coming | None:
+        """The next batch that was given, when it is this one; else everything given is dropped."""
+        while self._queue:
+            coming = self._queue.popleft()
+            if coming.store is store and np.array_equal(coming.keys, keys):
+                self._busy_seconds += coming.seconds
+                return coming
+        return None
+
+    def drop(self, store: CacheStore | None = None) -> None:
+        """Forget the batches that were given (those of one store only)."""
+        with self._wake:
+            kept = [x for x in self._queue if store is not None and x.store is not store]
+            self._queue = deque(kept)
+            self._todo = deque(x for x in self._todo if x in kept)
+
+    def take_busy_seconds(self) -> float:
+        """Processor time of the reads whose batches were taken since the last call."""
+        seconds, self._busy_seconds = self._busy_seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Stop the thread and wait for its last read."""
+        with self._wake:
+            self._closed = True
+            self._queue.clear()
+            self._todo.clear()
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._todo and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                coming = self._todo.popleft()
+            coming.try_reading()

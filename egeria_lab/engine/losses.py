@@ -1,0 +1,59 @@
+"""The default loss, accuracy, and the check of labels before they reach a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from egeria_lab.data.loaders import Batch
+from egeria_lab.errors import DataError
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy per sample; class scores lie in dimension 1, or last for sequences of tokens.
+
+    Example:
+        >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).shape
+        torch.Size([2])
+    """
+    if outputs.dim() == targets.dim() + 1 and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+        outputs = outputs.movedim(-1, 1)
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+
+def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        raise DataError(
+            f"cross-entropy needs tensors of class scores and labels, got {type(outputs).__name__} and "
+            f"{type(targets).__name__}; give loss= (and forward=) for other outputs."
+        )
+    if targets.is_floating_point() or targets.numel() == 0:
+        return
+    token_scores = outputs.dim() == targets.dim() + 1 and outputs.dim() > 2
+    classes = outputs.shape[-1] if token_scores and outputs.shape[:-1] == targets.shape else outputs.shape[1]
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != -100)
+    if not bool(wrong.any()):
+        return
+    row = int(wrong.flatten(1).any(1).nonzero()[0]) if wrong.dim() > 1 else int(wrong.nonzero()[0])
+    label = int(targets[wrong][0])
+    raise DataError(
+        f"sample {int(batch.ids[row])} has label {label}, but the model has {classes} outputs "
+        f"(labels 0 … {classes - 1}); fix the label or give the model more outputs."
+    )
+
+
+def accuracy_of(outputs: Any, targets: Any) -> float | None:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    with torch.no_grad():
+        if outputs.dim() == targets.dim() + 1 and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+            outputs = outputs.movedim(-1, 1)
+        if outputs.dim() != targets.dim() + 1:
+            return None
+        counted = targets != -100
+        right = (outputs.argmax(1) == targets) & counted
+        return float(right.sum()) / max(1, int(counted.sum()))
