@@ -133,17 +133,26 @@ class Settings:
             UnknownNameError: when there is no such setting.
             InvalidSettingError: when the value is out of range, or the setting is not one a layer can have.
         """
+        self.check_scope(name, layer)
+        if name == LEARNING_RATE:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise InvalidSettingError(f"{name} must be a number > 0, got {value!r}.")
+        else:
+            self._replaced(name, value)
+
+    def check_scope(self, name: str, layer: str | None) -> None:
+        """Raise unless there is such a setting, and one layer can have its own value of it if one is named.
+
+        Raises:
+            UnknownNameError: when there is no such setting.
+            InvalidSettingError: when the setting is not one a layer can have.
+        """
         self._check_name(name)
         if layer is not None and not _FREEZE.get(name.removeprefix("freeze."), {}).get("per_layer", False):
             per_layer = ", ".join(f"freeze.{key}" for key, spec in _FREEZE.items() if spec.get("per_layer"))
             raise InvalidSettingError(
                 f"{name} holds for all layers and cannot be set for {layer}; one layer can have {per_layer}."
             )
-        if name == LEARNING_RATE:
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise InvalidSettingError(f"{name} must be a number > 0, got {value!r}.")
-        else:
-            self._replaced(name, value)
 
     def change(self, name: str, value: Any, layer: str | None = None) -> None:
         """Give a setting a new value. Errors as `check`; on an error nothing changes."""

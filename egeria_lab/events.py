@@ -266,9 +266,10 @@ class EventLog:
             try:
                 callback(event)
             except Exception as error:  # a watcher's fault must not reach the training thread
+                self._remove(entry)
                 failed.append((entry, error))
         for entry, problem in failed:  # only now, so that everybody sees the two events in order
-            self._detach(entry, event.step, problem)
+            self._report(entry, event.step, problem)
 
     def subscribe(self, callback: Callback, event: type[Event] | None = None) -> Callable[[], None]:
         """Call `callback` with each new event of the given kind (all kinds by default).
@@ -289,8 +290,7 @@ class EventLog:
         with self._lock:  # by identity: the same callback may be subscribed twice
             self._subscribers = [other for other in self._subscribers if other is not entry]
 
-    def _detach(self, entry: tuple[Callback, type[Event]], step: int, error: Exception) -> None:
-        self._remove(entry)
+    def _report(self, entry: tuple[Callback, type[Event]], step: int, error: Exception) -> None:
         name = getattr(entry[0], "__qualname__", repr(entry[0]))
         self.append(SubscriberFailed(step=step, subscriber=name, error=f"{type(error).__name__}: {error}"))
 

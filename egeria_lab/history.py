@@ -150,7 +150,8 @@ class History(Mapping[str, Table]):
         if table not in self._tables:
             raise unknown_name("history table", table, self._tables)
         frame = self._tables[table].frame()
-        for column in ("step", "epoch", "num_frozen", "stable", "generation", "samples"):
+        whole = ["step", "num_frozen", "stable", "generation", "samples", *(["epoch"] if table == "epochs" else [])]
+        for column in whole:
             if column in frame:
                 frame[column] = frame[column].fillna(-1).astype("int64")
         if table == "plasticity":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ from egeria_lab.engine.runner import Runner
 from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer, split_by_layer
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer, choose_device
-from egeria_lab.errors import require
+from egeria_lab.errors import InvalidSettingError, require
 from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
 from egeria_lab.history import History
 
 DEFAULT_EPOCHS = 20
 EXAMPLE_ROWS = 2
+MOST_ROUNDS = 100
+"""Of landing commands at rest: a subscriber that answers every event with a command must not go on for ever."""
 
 
 class Session:
@@ -129,12 +132,13 @@ class Session:
             events=self.events, budget=self.budget,
         )  # fmt: skip
         self.schedule = self._make_schedule(scheduler, scheduler_every)
-        self.settings_book = Settings(freeze, self.schedule.learning_rate)
+        self.settings_book = Settings(freeze, self.schedule.peak_rate)
         self._steering = self._make_steering(park_state)
         self._runner = Runner(self)
         self._lock = threading.RLock()
         self._batches: Any = None
         self._steps_done = 0
+        self._busy = False
         self._graphs = 0
         self.commands.on_put(self._on_command)
 
@@ -147,20 +151,21 @@ class Session:
             TrainingError: when the budget is used up, or the loss is not finite (the step is not applied).
         """
         require(isinstance(n, int) and n >= 1, "Session.step", "n", n, "a whole number >= 1")
-        self._runner.check_free()
         for _ in range(n):
+            self._runner.check_free()
             record = self.advance()
+        self.come_to_rest()
         return record
 
     def advance(self) -> StepRecord:
         """One step: the only place where training state changes. Called by `step` and by the runner."""
-        with self._lock:
+        with self._lock, self._uninterrupted():
             self.land_commands()
             self.budget.check_left(self._steps_done)
-            batch = self._next_batch()
             number, rate = self._steps_done + 1, self.schedule.learning_rate
             self._steering.freezer.hold()
             try:
+                batch = self._next_batch()
                 result = self.trainer.step(batch, number, self.recorder.around_forward(batch))
             except BaseException:
                 self._batches = None  # the step was not made: its batch comes again
@@ -170,11 +175,13 @@ class Session:
             self._announce_graphs(result.new_graphs)
             watched = time.perf_counter()
             flops = self.recorder.flops(self.layers.frozen)
-            decisions = self._consult_rule(batch, result.loss, rate, flops)
-            record = self.recorder.count_step(
-                result, batch, step=number, epoch=self.epoch, learning_rate=rate,
-                monitor_seconds=time.perf_counter() - watched,
-            )  # fmt: skip
+            try:
+                decisions = self._consult_rule(batch, result.loss, rate, flops)
+            finally:  # also when the rule fails: the step was made
+                record = self.recorder.count_step(
+                    result, batch, step=number, epoch=self.epoch, learning_rate=rate,
+                    monitor_seconds=time.perf_counter() - watched,
+                )  # fmt: skip
             self._steering.carry_out(decisions, number)
             self._finish_epoch_if_due()
             return record
@@ -252,11 +259,13 @@ class Session:
         )  # fmt: skip
         with self._lock:
             loss, accuracy = self.trainer.evaluate(source)
+        self.come_to_rest()
         return {"loss": loss, "accuracy": accuracy}
 
     def extend(self, epochs: float) -> c.Receipt:
         """Lengthen the budget; the schedule is planned again over the new length."""
-        require(isinstance(epochs, (int, float)) and epochs > 0, "Session.extend", "epochs", epochs, "> 0")
+        valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
+        require(valid, "Session.extend", "epochs", epochs, "a number > 0")
         return self.commands.put(c.Extend(epochs=epochs))
 
     @property
@@ -320,8 +329,10 @@ class Session:
         return self._put(c.Override(name=name, value=value, layer=layer))
 
     def reset(self, name: str, layer: str | None = None) -> c.Receipt:
-        """Give a setting back the value that the session started with."""
-        self.settings_book.value(name)
+        """Give a setting back the value that the session started with, or a layer the value for all layers."""
+        if layer is not None:
+            layer = self.layers[layer].name
+        self.settings_book.check_scope(name, layer)
         return self._put(c.Reset(name=name, layer=layer))
 
     # --- looking ---------------------------------------------------------------------------------------
@@ -365,7 +376,7 @@ class Session:
         """Stop, thaw everything and leave nothing of ours in the model."""
         self._runner.shut_down()
         with self._lock:
-            self._steering.freezer.close()
+            self._steering.close(self._steps_done)
             if self.rule is not None:
                 self.rule.close()
 
@@ -380,9 +391,35 @@ class Session:
 
     def land_commands(self) -> None:
         """Carry out what waits in the queue, at a step boundary."""
-        with self._lock:
+        with self._lock, self._uninterrupted(nested=True):
             for receipt in self.commands.drain():
                 self._steering.land(receipt, self._steps_done)
+
+    def come_to_rest(self) -> None:
+        """Carry out what was put during the last step; while a run or a step is under way it will do so itself."""
+        for _ in range(MOST_ROUNDS):
+            if not len(self.commands) or self._runner.is_active or not self._lock.acquire(blocking=False):
+                return
+            try:
+                if self._busy:  # put by a subscriber in the middle of a step
+                    return
+                self.land_commands()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _uninterrupted(self, nested: bool = False) -> Iterator[None]:
+        """No command lands inside the block, and no other step begins there, also not from a subscriber."""
+        if self._busy and not nested:
+            raise InvalidSettingError(
+                "a step was asked for from inside a step (by a subscriber or a function that training calls); "
+                "call step(), run() or start() from outside, or put a command."
+            )
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
 
     def describe_run(self) -> tuple[str, int]:
         """Device and number of threads, for the event that opens a run."""
@@ -395,11 +432,8 @@ class Session:
         """While a run is under way its own thread lands commands; otherwise this is a step boundary."""
         if self._runner.is_active:
             self._runner.nudge()
-        elif self._lock.acquire(blocking=False):
-            try:
-                self.land_commands()
-            finally:
-                self._lock.release()
+        else:
+            self.come_to_rest()
 
     def _consult_rule(self, batch: Batch, loss: float, rate: float, flops: StepFlops) -> list[Decision]:
         if self.rule is None:

@@ -212,11 +212,12 @@ def _named_cuts(
 ) -> list[int]:
     known = list(dict.fromkeys(call.name for call in calls))
     once = _once(calls)
-    cuts = []
+    cuts, positions = [], []
     for name in names:
         if name not in known:
             raise unknown_name("submodule", name, known)
         position = max(i for i, call in enumerate(calls) if call.name == name)
+        positions.append(position)
         behind = any(_owns_weights(call.module) for call in calls[position + 1 :])
         if behind and calls[position].module not in once:
             raise LayerError(
@@ -230,7 +231,7 @@ def _named_cuts(
             )
         if behind:
             cuts.append(position)
-    if cuts != sorted(cuts):
+    if positions != sorted(set(positions)):
         raise LayerError(f"layers must be named front to back, in the order in which they run: got {names}.")
     return cuts
 

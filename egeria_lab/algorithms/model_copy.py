@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -23,6 +24,8 @@ from egeria_lab.errors import LayerError
 
 TensorName = tuple[str, str]
 """Path of a module and the name of a tensor in it."""
+
+_HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -79,12 +82,12 @@ def _prepare_memo(module: nn.Module, memo: dict[int, Any]) -> None:
     """Say beforehand what becomes of tensors (also those that autograd made) and of hooks."""
     for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
         if isinstance(value, Tensor) and id(value) not in memo:
-            if isinstance(value, nn.parameter.UninitializedTensorMixin):
+            if is_lazy(value):
                 raise LayerError(f"{name} has no shape yet: run the model once before the session.")
             plain = value.detach().cpu().clone()
             is_parameter = isinstance(value, nn.Parameter)
             memo[id(value)] = nn.Parameter(plain, requires_grad=False) if is_parameter else plain
-        elif name.endswith("_hooks") or "_hooks_" in name:
+        elif name in _HOOK_TABLES:
             memo[id(value)] = OrderedDict()
         elif name == "_compiled_call_impl":
             memo[id(value)] = None
@@ -113,7 +116,7 @@ def _hooked(module: nn.Module) -> dict[str, Tensor]:
     found = {}
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, BasePruningMethod):
-            found[hook._tensor_name] = hook.apply_mask(module)
+            found[hook._tensor_name] = hook.apply_mask(module)  # type: ignore[no-untyped-call]
         elif isinstance(hook, WeightNorm):
             found[hook.name] = hook.compute_weight(module)
         elif isinstance(hook, SpectralNorm):
@@ -141,17 +144,16 @@ def _effective(module: nn.Module, name: str) -> Tensor:
 def _make_steady(module: nn.Module) -> None:
     """Keep attention off its fused path: that path calls no submodule and hangs on a process-wide switch."""
     if isinstance(module, nn.MultiheadAttention):
-        forward = type(module).forward
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            other = key.detach() if key is query else key  # the fused path wants one and the same tensor
-            return forward(module, query, other, other if value is key else value, *args, **kwargs)
-
-        vars(module)["forward"] = attend
+        vars(module)["forward"] = MethodType(_attend, module)
     elif isinstance(module, nn.TransformerEncoderLayer):
         module.register_forward_pre_hook(lambda _module, _inputs: None)  # hooks rule the fused path out
     elif isinstance(module, nn.TransformerEncoder):
         module.use_nested_tensor = False
+
+
+def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    other = key.detach() if key is query else key  # the fused path wants one and the same tensor
+    return type(self).forward(self, query, other, other if value is key else value, *args, **kwargs)
 
 
 def tensor_names(copied: nn.Module) -> list[TensorName]:
@@ -200,70 +202,3 @@ def cloned_state(model: nn.Module, names: Iterable[TensorName]) -> dict[TensorNa
 def to_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU; from a GPU without waiting for it."""
     return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
-
-
-class _Enough(Exception):  # noqa: N818 - a signal, not an error
-    """Raised inside a forward pass when everything wanted has been computed."""
-
-
-@contextmanager
-def ending_after(module: nn.Module | None) -> Iterator[None]:
-    """End a forward pass behind `module` and go on after the block.
-
-    Example:
-        >>> model = nn.Sequential(nn.Identity(), nn.Linear(1, 1))
-        >>> with ending_after(model[0]):
-        ...     _ = model("the second layer never sees this")
-    """
-
-    def stop(_module: nn.Module, _inputs: object, _output: object) -> None:
-        raise _Enough
-
-    handle = module.register_forward_hook(stop) if module is not None else None
-    try:
-        yield
-    except _Enough:
-        pass
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-class ModelTwin:
-    """A plain copy of a model into which states are loaded; runs on any one thread.
-
-    Args:
-        model: the training model; it is read and never changed.
-        outputs: name → submodule of `model` whose output is wanted, front to back.
-        forward: ``forward(model, content)`` runs the model.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        outputs: Mapping[str, nn.Module],
-        forward: Callable[[nn.Module, object], object],
-    ) -> None:
-        self.source = unwrapped(model)
-        self.model = plain_copy(self.source)
-        self.names = tensor_names(self.model)
-        self.outputs = {name: self.counterpart(module) for name, module in outputs.items()}
-        self.forward = forward
-        self._own = {(p, n): getattr(self.model.get_submodule(p), n) for p, n in self.names}
-
-    def counterpart(self, module: nn.Module) -> nn.Module:
-        """The copy's module for a module of the training model.
-
-        Raises:
-            LayerError: when it is no part of the model.
-        """
-        for path, candidate in self.source.named_modules():
-            if candidate is module:
-                return self.model.get_submodule(path)
-        raise LayerError(f"a {type(module).__name__} given as layer is no part of the model.")
-
-    def load(self, state: Mapping[TensorName, Tensor]) -> None:
-        """Take over the tensors of `cloned_state`; names that are missing keep their values."""
-        with torch.no_grad():
-            for name, value in state.items():
-                self._own[name].copy_(value)

@@ -194,9 +194,7 @@ class PrefixRunner:
             )
         return outputs
 
-    def verify(
-        self, boundary: int, content: Any, through: Callable[[list[Tensor]], list[Tensor]] | None = None
-    ) -> str:
+    def verify(self, boundary: int, content: Any, through: Callable[[list[Tensor]], list[Tensor]] | None = None) -> str:
         """Why the two halves do not add up to the whole on this batch, in the modes of now; empty if they do.
 
         Compares, bit for bit: what crosses the cut in an ordinary forward pass with `run_until`, twice; and the
@@ -222,9 +220,7 @@ class PrefixRunner:
             computed = self.run_until(boundary, content)
             if any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True)):
                 return f"{self._part(boundary)} draws random numbers (dropout outside of its modules?)."
-            if not same_outputs(crossing, computed) or not same_outputs(
-                computed, self.run_until(boundary, content)
-            ):
+            if not same_outputs(crossing, computed) or not same_outputs(computed, self.run_until(boundary, content)):
                 return f"{self._part(boundary)} does not repeat its output for the same batch; is it frozen?"
             value = computed
             if through is not None:
@@ -288,8 +284,7 @@ class PrefixRunner:
                 (
                     position
                     for position, call in enumerate(trace.calls)
-                    if call.module is self.layers[boundary].output
-                    and is_good_cut(trace.calls, position, run, outputs)
+                    if call.module is self.layers[boundary].output and is_good_cut(trace.calls, position, run, outputs)
                 ),
                 None,
             )
@@ -502,7 +497,7 @@ def _seeded(run: Callable[[], Any]) -> Any:
 
 def _generator_states() -> list[Tensor]:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
     return states
 

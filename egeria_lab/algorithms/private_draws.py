@@ -16,7 +16,7 @@ from egeria_lab.errors import LayerError
 _LIKE = {"rand_like": torch.rand, "randn_like": torch.randn}
 
 
-class PrivateDraws(TorchDispatchMode):
+class PrivateDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside the block, and on this thread alone, CPU draws come from a private generator.
 
     Args:
@@ -36,13 +36,13 @@ class PrivateDraws(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.used = False
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         self.used = True
         name = func._schema.name.partition("::")[2]
@@ -65,6 +65,16 @@ class PrivateDraws(TorchDispatchMode):
             f"the model draws random numbers in eval mode by {func}, which cannot be given a generator of "
             "its own, so it cannot run beside training; use reference='fp32'."
         )
+
+
+def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """True for fused attention, which counts as an op that draws, when its dropout is off."""
+    names = _arguments(func)
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given == 0)
 
 
 def _arguments(func: Any) -> list[str]:

@@ -86,9 +86,7 @@ class RowExactness:
         if size == self.reference:
             return self._alike(standard, chosen, found)
         in_order = torch.arange(size) % self.reference
-        return self._alike(standard, chosen, found) and self._alike(
-            standard, in_order, compute(in_order % available)
-        )
+        return self._alike(standard, chosen, found) and self._alike(standard, in_order, compute(in_order % available))
 
     def _alike(self, standard: list[Tensor], index: Tensor, found: list[Tensor]) -> bool:
         for whole, part in zip(standard, found, strict=True):

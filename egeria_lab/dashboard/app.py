@@ -48,6 +48,13 @@ class Dashboard(anywidget.AnyWidget):
     Args:
         session: what is watched.
         rate_hz: most updates a second, ``0 < rate_hz <= 4``; a slow browser gets fewer.
+
+    Example:
+        >>> from egeria_lab.session import Session
+        >>> dashboard = Dashboard(Session("mlp", "digits", epochs=1))
+        >>> dashboard.status["text"]
+        'step 0 of 12, epoch 0.0, 0 of 4 layers frozen'
+        >>> dashboard.close()
     """
 
     status = traitlets.Dict().tag(sync=True)
@@ -65,9 +72,7 @@ class Dashboard(anywidget.AnyWidget):
         self._session = session
         self._shown: dict[str, int] = {}  # display -> steps done when its still picture was made
         feed, controls = Feed(session), Controls(session)
-        super().__init__(
-            panels=describe(), **feed.state(), ledger=feed.ledger(None), commands=controls.report()
-        )
+        super().__init__(panels=describe(), **feed.state(), ledger=feed.ledger(None), commands=controls.report())
         self._publisher = Publisher(feed, controls, _Outlet(self), rate_hz=rate_hz)
         receive = self._publisher.receive
         self.on_msg(lambda widget, content, buffers: receive(content))
@@ -116,9 +121,7 @@ class Dashboard(anywidget.AnyWidget):
         return data, {}
 
     def __repr__(self) -> str:
-        return (
-            f"Dashboard of {self._session.name}, {self._session.state} at step {self._session.steps_done:,}"
-        )
+        return f"Dashboard of {self._session.name}, {self._session.state} at step {self._session.steps_done:,}"
 
 
 class _Outlet:

@@ -68,9 +68,7 @@ class SavingsPanel(Panel):
 
     key = "savings"
     title = "Savings"
-    hint = (
-        "Share of what training without freezing would have taken: what theory says, and what was measured."
-    )
+    hint = "Share of what training without freezing would have taken: what theory says, and what was measured."
 
 
 PANELS: tuple[type[Panel], ...] = (PlasticityPanel, TimelinePanel, LossPanel, SavingsPanel)

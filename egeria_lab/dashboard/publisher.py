@@ -105,9 +105,7 @@ class Publisher:
     def start(self) -> None:
         """Start the thread, in a copy of the calling cell's context: what it sends belongs to that cell."""
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self.run,), name="egeria-lab-dashboard", daemon=True
-        )
+        self._thread = threading.Thread(target=context.run, args=(self.run,), name="egeria-lab-dashboard", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -142,11 +140,12 @@ class Publisher:
     def run(self) -> None:
         """Look, wait, look again, until closed."""
         while not self._closed:
+            notice = ""
             try:
                 delay = self.tick()
             except Exception as error:  # a fault in watching is shown, and never reaches training
-                self._outlet.update(notice=f"Dashboard: {type(error).__name__}: {error}")
-                delay = 1.0
+                notice, delay = f"Dashboard: {type(error).__name__}: {error}", 1.0
+            self._outlet.update(notice=notice)
             self._cost.note(self._feed.session.state == "running")
             self._wake.wait(delay)
             self._wake.clear()

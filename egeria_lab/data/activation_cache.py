@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_lab.data.activation_store import DTYPES, CacheStore, RowFormat, free_bytes
+from egeria_lab.data.activation_store import DTYPES, CacheStore, Keys, RowFormat, Rows, free_bytes
 from egeria_lab.data.prefetch import Coming, Prefetcher
 from egeria_lab.errors import require
 
@@ -157,6 +157,8 @@ class CachedPrefix:
         self._load: deque[float] = deque(maxlen=4 * _MEASURED_BATCHES)
         self._recompute: deque[float] = deque(maxlen=4 * _MEASURED_BATCHES)
         self._announced: Iterator[tuple[Tensor, Tensor]] = iter(())
+        self._ahead: deque[Keys] = deque()  # announced batches that were handed to the reading thread
+        self._stolen_seconds = 0.0
         self._prefetcher = Prefetcher(pin_memory)
         self._pin_memory = pin_memory
         self._finalize = weakref.finalize(self, _shut_down, self._prefetcher, self._boundaries)
@@ -167,6 +169,7 @@ class CachedPrefix:
         The iterable is read by the training thread, a few batches ahead; it may be endless.
         """
         self._prefetcher.drop()
+        self._ahead.clear()
         self._announced = iter(batches)
 
     def nearest(self, wanted: int) -> int | None:
@@ -191,23 +194,27 @@ class CachedPrefix:
             missing), and a bool mask ``(b,)`` of those that are held.
         """
         start = time.perf_counter()
-        kept = self._boundaries.get(boundary)
+        self._stolen_seconds = 0.0
+        keys = self._keys(ids, views)
         tensors, hit = None, torch.zeros(len(ids), dtype=torch.bool)
-        if kept is not None:
-            tensors, hit = self._read(kept, ids, views)
+        kept = self._boundaries.get(boundary)
+        try:
+            if kept is not None and len(keys) and kept.store.holds(keys).any():
+                tensors, hit = self._read(kept, keys)
+        except OSError as error:
+            self._give_up(error)
+        self._look_ahead(keys)
         hits = int(hit.sum())
         seconds = time.perf_counter() - start
         self.statistics.hits += hits
         self.statistics.misses += len(ids) - hits
         self.statistics.wait_seconds += seconds
-        if hits == len(ids) and hits:
-            self._load.append((seconds + self._stolen_seconds()) / hits)
+        if 2 * hits > len(ids):
+            self._load.append((seconds + self._stolen_seconds) / hits)
             self._compare_costs(boundary)
         return (tensors if hits else None), hit
 
-    def put(
-        self, boundary: int, ids: Tensor, views: Tensor, tensors: list[Tensor], mask: Tensor | None = None
-    ) -> None:
+    def put(self, boundary: int, ids: Tensor, views: Tensor, tensors: list[Tensor], mask: Tensor | None = None) -> None:
         """Keep rows that were computed.
 
         Args:
@@ -262,41 +269,40 @@ class CachedPrefix:
         self._finalize()
         self._count_rows()
 
-    def _keys(self, ids: Tensor, views: Tensor) -> np.ndarray:
-        return (ids * self.views + views).cpu().numpy()
+    def _keys(self, ids: Tensor, views: Tensor) -> Keys:
+        keys: Keys = (ids * self.views + views).cpu().numpy()
+        return keys
 
-    def _read(
-        self, kept: _Boundary, ids: Tensor, views: Tensor
-    ) -> tuple[list[Tensor] | None, Tensor]:
-        nothing = torch.zeros(len(ids), dtype=torch.bool)
-        keys = self._keys(ids, views)
-        if not (len(keys) and kept.store.num_rows):
-            self._look_ahead(kept)
-            return None, nothing
-        try:
-            coming = self._prefetcher.take(kept.store, keys) or Coming(kept.store, keys, self._pin_memory)
-            self._look_ahead(kept)
-            coming.read()
-        except OSError as error:
-            self._give_up(error)
-            return None, nothing
+    def _read(self, kept: _Boundary, keys: Keys) -> tuple[list[Tensor] | None, Tensor]:
+        coming = self._prefetcher.take(kept.store, keys) or Coming(kept.store, keys, self._pin_memory)
+        coming.read()
+        self.statistics.read_seconds += coming.background_seconds
+        if _cores() <= torch.get_num_threads():  # no core to spare: the reading thread took time from training
+            self._stolen_seconds += coming.background_seconds
         return kept.form.decode(coming.rows), torch.from_numpy(coming.held)
 
-    def _look_ahead(self, kept: _Boundary) -> None:
-        """Hand the reading thread as many of the announced batches as it may be ahead."""
-        while self._prefetcher.waiting < self.settings.prefetch_batches:
+    def _look_ahead(self, keys: Keys) -> None:
+        """Hand the reading thread as many of the announced batches as it may be ahead of this one."""
+        for position, ahead in enumerate(self._ahead):
+            if np.array_equal(ahead, keys):
+                for _ in range(position + 1):
+                    self._ahead.popleft()
+                break
+        while len(self._ahead) < self.settings.prefetch_batches:
             following = next(self._announced, None)
             if following is None:
                 return
-            self._prefetcher.give(kept.store, self._keys(*following))
+            coming = self._keys(*following)
+            self._ahead.append(coming)
+            for kept in self._boundaries.values():
+                if kept.store.holds(coming).any():
+                    self._prefetcher.give(kept.store, coming)
 
     def _open(self, boundary: int, tensors: list[Tensor]) -> _Boundary | None:
         form = RowFormat(tensors, self.settings.dtype)
         if self._budget is None:
             self._budget = int(free_bytes(self.settings.directory) * _SHARE_OF_FREE_DISK)
-        store = CacheStore(
-            self.settings.directory, self.num_samples * self.views, form.num_bytes, self._budget
-        )
+        store = CacheStore(self.settings.directory, self.num_samples * self.views, form.num_bytes, self._budget)
         kept = self._boundaries[boundary] = _Boundary(store, form)
         self._forget_costs()
         self._off.clear()
@@ -307,14 +313,14 @@ class CachedPrefix:
         )
         return kept
 
-    def _write(self, boundary: int, kept: _Boundary, keys: np.ndarray, tensors: list[Tensor]) -> None:
+    def _write(self, boundary: int, kept: _Boundary, keys: Keys, tensors: list[Tensor]) -> None:
         packed = kept.form.encode(tensors)
         if not self.settings.exact:
             self._measure_error(kept.form, tensors, packed)
         others = sum(k.store.num_bytes for k in self._boundaries.values() if k is not kept)
         assert self._budget is not None
-        if others and kept.store.num_bytes + others + packed.nbytes > self._budget:
-            self._close_in_front(boundary)  # the new boundary takes the place of the old one
+        if others and kept.store.bytes_for(len(keys)) + others > self._budget:
+            self._close_others(boundary)  # the new boundary takes the place of the old one
         try:
             taken = kept.store.write(keys, packed)
         except OSError as error:
@@ -322,11 +328,11 @@ class CachedPrefix:
                 raise
             kept.store.stop_growing()
             self._say_full(kept, f"the disk is full ({error.strerror})")
-            return
+            taken = kept.store.write(keys, packed)
         if taken < len(np.unique(keys)):
             self._say_full(kept, "its budget is used up")
         if all(k.store.num_rows <= kept.store.num_rows for k in self._boundaries.values()):
-            self._close_in_front(boundary)
+            self._close_others(boundary)
 
     def _say_full(self, kept: _Boundary, why: str) -> None:
         if not self._full:
@@ -337,7 +343,7 @@ class CachedPrefix:
                 "The other samples are computed.",
             )
 
-    def _close_in_front(self, boundary: int) -> None:
+    def _close_others(self, boundary: int) -> None:
         for other in [b for b in self._boundaries if b != boundary]:
             self._close(other)
 
@@ -376,17 +382,11 @@ class CachedPrefix:
             f"computing {1e6 * recompute:.1f} µs. It is tried again when more layers are frozen.",
         )
 
-    def _stolen_seconds(self) -> float:
-        """Time of the reading thread that the training threads could have used: there is no core to spare."""
-        busy = self._prefetcher.take_busy_seconds()
-        self.statistics.read_seconds += busy
-        return busy if _cores() <= torch.get_num_threads() else 0.0
-
     def _forget_costs(self) -> None:
         self._load.clear()
         self._recompute.clear()
 
-    def _measure_error(self, form: RowFormat, tensors: list[Tensor], packed: np.ndarray) -> None:
+    def _measure_error(self, form: RowFormat, tensors: list[Tensor], packed: Rows) -> None:
         few = [x[:_ERROR_ROWS].detach().cpu() for x in tensors]
         error, size = self._errors
         for was, now in zip(few, form.decode(packed[:_ERROR_ROWS].copy()), strict=True):

@@ -19,6 +19,7 @@ import mmap
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import uuid
@@ -28,13 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-try:
+if sys.platform != "win32":  # no locks there, so nobody's left-overs are removed
     import fcntl
-except ImportError:  # Windows: no left-overs are removed there
-    fcntl = None  # type: ignore[assignment]
+
+Keys = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 
 DTYPES = {
     "float32": None,  # as computed, bit for bit
@@ -104,9 +108,7 @@ class RowFormat:
         offset = 0
         for tensor in tensors:
             stored = DTYPES[dtype] if tensor.is_floating_point() else None
-            leaf = LeafFormat(
-                tuple(tensor.shape[1:]), tensor.dtype, _order(tensor), stored or tensor.dtype, offset
-            )
+            leaf = LeafFormat(tuple(tensor.shape[1:]), tensor.dtype, _order(tensor), stored or tensor.dtype, offset)
             self.leaves.append(leaf)
             offset += leaf.num_bytes + (-leaf.num_bytes % _ALIGN)
         self.num_bytes = self.leaves[0].num_bytes if len(self.leaves) == 1 else offset
@@ -120,12 +122,10 @@ class RowFormat:
             for x, leaf in zip(tensors, self.leaves, strict=True)
         )
 
-    def encode(self, tensors: Sequence[Tensor]) -> np.ndarray:
+    def encode(self, tensors: Sequence[Tensor]) -> Rows:
         """The rows as uint8 of shape ``(b, num_bytes)``."""
         rows = len(tensors[0])
-        parts = [
-            _encoded(x.detach().cpu(), leaf) for x, leaf in zip(tensors, self.leaves, strict=True)
-        ]
+        parts = [_encoded(x.detach().cpu(), leaf) for x, leaf in zip(tensors, self.leaves, strict=True)]
         if len(parts) == 1:
             return parts[0].numpy()
         packed = torch.zeros(rows, self.num_bytes, dtype=torch.uint8)
@@ -133,7 +133,7 @@ class RowFormat:
             packed[:, leaf.offset : leaf.offset + leaf.num_bytes] = part
         return packed.numpy()
 
-    def decode(self, packed: np.ndarray) -> list[Tensor]:
+    def decode(self, packed: Rows) -> list[Tensor]:
         """The tensors of rows from `encode`; a single exact tensor shares memory with `packed`."""
         return [self._decoded(torch.from_numpy(packed), leaf) for leaf in self.leaves]
 
@@ -154,7 +154,8 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     Between equal strides the larger dimension lies outside: so one of size 1 gets back the stride that it had,
     which is what tells kernels apart that prefer channels-last.
     """
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d], d)))
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d)))
 
 
 def _encoded(tensor: Tensor, leaf: LeafFormat) -> Tensor:
@@ -217,7 +218,7 @@ class CacheStore:
 
     def __init__(self, directory: str | os.PathLike[str] | None, num_keys: int, row_bytes: int, max_bytes: int) -> None:
         self.row_bytes = row_bytes
-        self.capacity = min(num_keys, max_bytes // max(1, row_bytes))
+        self.capacity = min(num_keys, max_bytes // max(1, row_bytes), 2**31 - 1)
         self.path, lock = _own_directory(directory)
         self._file = os.open(self.path / "rows", os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0))
         self._remove = weakref.finalize(self, _removed, self.path, (self._file, lock), os.getpid())
@@ -229,7 +230,7 @@ class CacheStore:
             raise
         flat = np.frombuffer(mapped, dtype=np.uint8)[: self.capacity * row_bytes]
         self._rows = flat.reshape(self.capacity, row_bytes)
-        self._slots = np.full(num_keys, -1, dtype=np.int64 if self.capacity > 2**31 - 1 else np.int32)
+        self._slots: npt.NDArray[np.int32] = np.full(num_keys, -1, dtype=np.int32)
         self._used = 0
         self._reserved = 0
         self._lock = threading.Lock()  # the training thread writes while another one reads ahead
@@ -244,12 +245,12 @@ class CacheStore:
         """Bytes taken from the disk."""
         return self._reserved * self.row_bytes
 
-    def holds(self, keys: np.ndarray) -> np.ndarray:
+    def holds(self, keys: Keys) -> Mask:
         """Which keys have a row, as a bool array."""
-        held: np.ndarray = self._slots[keys] >= 0
+        held: Mask = self._slots[keys] >= 0
         return held
 
-    def write(self, keys: np.ndarray, rows: np.ndarray) -> int:
+    def write(self, keys: Keys, rows: Rows) -> int:
         """Keep rows, replacing those that are there; returns how many keys have a row now.
 
         Raises:
@@ -269,7 +270,7 @@ class CacheStore:
             self._used += len(new)
         return len(kept)
 
-    def read(self, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def read(self, keys: Keys, out: Rows) -> Mask:
         """Copy the held rows into `out` and say which those are; other rows of `out` stay as they are.
 
         Args:
@@ -282,18 +283,21 @@ class CacheStore:
         with self._lock:
             self._look()
             slots = self._slots[keys]
-            held: np.ndarray = slots >= 0
+            held: Mask = slots >= 0
             if held.all():
                 np.take(self._rows, slots, axis=0, out=out, mode="clip")  # clip: no check, no second copy
             elif held.any():
                 out[held] = self._rows[slots[held]]
         return held
 
-    def clear(self) -> None:
-        """Forget all rows at once; nothing is rewritten."""
+    def bytes_for(self, new_rows: int) -> int:
+        """Bytes that the file would take with this many rows more."""
+        return self._target(min(self._used + new_rows, self.capacity)) * self.row_bytes
+
+    def stop_growing(self) -> None:
+        """Take no further blocks from the disk."""
         with self._lock:
-            self._slots.fill(-1)
-            self._used = 0
+            self.capacity = self._reserved
 
     def close(self) -> None:
         """Remove the file and its directory; closing twice is closing once."""
@@ -310,15 +314,27 @@ class CacheStore:
         if state.st_size < self.capacity * self.row_bytes:
             raise OSError(errno.EIO, "the cache file was cut off", str(self.path))
 
+    def _target(self, wanted: int) -> int:
+        """Rows to have room for when `wanted` are: a good piece at a time."""
+        if wanted <= self._reserved:
+            return self._reserved
+        ahead = self._reserved + _CHUNK_BYTES // max(1, self.row_bytes)
+        return min(self.capacity, max(wanted, ahead))
+
     def _reserve(self, wanted: int) -> int:
         """Take blocks from the disk for `wanted` rows or as many as the budget allows; returns rows."""
         wanted = min(wanted, self.capacity)
         if wanted > self._reserved:
-            ahead = self._reserved + max(1, _CHUNK_BYTES // max(1, self.row_bytes))
-            target = min(self.capacity, max(wanted, ahead))
-            reserve_blocks(self._file, self._reserved * self.row_bytes, (target - self._reserved) * self.row_bytes)
-            self._reserved = target
+            try:
+                self._reserve_rows(self._target(wanted))
+            except OSError:
+                self._reserve_rows(wanted)  # a nearly full disk may hold this much
         return wanted
+
+    def _reserve_rows(self, target: int) -> None:
+        start = self._reserved * self.row_bytes
+        reserve_blocks(self._file, start, target * self.row_bytes - start)
+        self._reserved = target
 
 
 def reserve_blocks(file: int, start: int, count: int) -> None:
@@ -353,7 +369,7 @@ def _own_directory(directory: str | os.PathLike[str] | None) -> tuple[Path, int]
     path.mkdir()
     try:
         owner = os.open(path / "owner", os.O_RDWR | os.O_CREAT, 0o600)
-        if fcntl is not None:
+        if sys.platform != "win32":
             fcntl.flock(owner, fcntl.LOCK_EX)
         os.write(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
     except OSError:
@@ -364,7 +380,7 @@ def _own_directory(directory: str | os.PathLike[str] | None) -> tuple[Path, int]
 
 def _remove_leftovers(parent: Path) -> None:
     """Remove sub-directories whose owner is gone: its lock is free, and not just about to be taken."""
-    if fcntl is None:
+    if sys.platform == "win32":
         return
     for path in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

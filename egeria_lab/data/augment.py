@@ -104,9 +104,7 @@ class Augment:
             DataError: when the inputs are no images, or integers that noise cannot be added to.
         """
         if len(ids) != len(inputs) or len(views) != len(inputs):
-            raise DataError(
-                f"Augment got {len(inputs)} inputs, {len(ids)} ids and {len(views)} views; give one each."
-            )
+            raise DataError(f"Augment got {len(inputs)} inputs, {len(ids)} ids and {len(views)} views; give one each.")
         base = _mixed(_hash(self.seed, 0, ids.cpu()) ^ views.cpu())
         if self.crop_padding or self.flip or self.cutout:
             inputs = self._moved(inputs, base)

@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from egeria_lab.data.activation_store import CacheStore
+from egeria_lab.data.activation_store import CacheStore, Keys, Mask, Rows
 
 
 class Coming:
@@ -24,15 +24,16 @@ class Coming:
         rows: uint8 ``(b, row_bytes)``, arbitrary where not held.
         held: bool ``(b,)``.
         error: what went wrong while reading, or None.
+        background_seconds: processor time of reading it, when another thread than the user's did.
     """
 
-    def __init__(self, store: CacheStore, keys: np.ndarray, pin_memory: bool) -> None:
+    def __init__(self, store: CacheStore, keys: Keys, pin_memory: bool) -> None:
         self.store = store
         self.keys = keys
-        self.rows: np.ndarray = np.empty((0, 0), dtype=np.uint8)
-        self.held: np.ndarray = np.zeros(len(keys), dtype=bool)
+        self.rows: Rows = np.empty((0, 0), dtype=np.uint8)
+        self.held: Mask = np.zeros(len(keys), dtype=bool)
         self.error: OSError | None = None
-        self.seconds = 0.0
+        self.background_seconds = 0.0
         self._pin_memory = pin_memory
         self._there = threading.Event()
         self._claim = threading.Lock()
@@ -43,26 +44,25 @@ class Coming:
         Raises:
             OSError: when the file cannot be read.
         """
-        self.try_reading()
+        self.try_reading(background=False)
         self._there.wait()
         if self.error is not None:
             raise self.error
 
-    def try_reading(self) -> None:
+    def try_reading(self, background: bool) -> None:
         """Read unless another thread has begun to; errors are kept for `read`."""
         if not self._claim.acquire(blocking=False):
             return
         start = time.thread_time()
         try:
-            buffer = torch.empty(
-                len(self.keys), self.store.row_bytes, dtype=torch.uint8, pin_memory=self._pin_memory
-            )
+            buffer = torch.empty(len(self.keys), self.store.row_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
             self.rows = buffer.numpy()
             self.held = self.store.read(self.keys, self.rows)
         except OSError as error:
             self.error = error
         finally:
-            self.seconds = time.thread_time() - start
+            if background:
+                self.background_seconds = time.thread_time() - start
             self._there.set()
 
 
@@ -89,14 +89,8 @@ class Prefetcher:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._busy_seconds = 0.0
 
-    @property
-    def waiting(self) -> int:
-        """Batches given and not yet taken."""
-        return len(self._queue)
-
-    def give(self, store: CacheStore, keys: np.ndarray) -> None:
+    def give(self, store: CacheStore, keys: Keys) -> None:
         """Ask for a batch."""
         coming = Coming(store, keys, self._pin_memory)
         with self._wake:
@@ -109,26 +103,23 @@ class Prefetcher:
             self._thread = threading.Thread(target=self._run, name="egeria-lab-prefetch", daemon=True)
             self._thread.start()
 
-    def take(self, store: CacheStore, keys: np.ndarray) -> Coming | None:
-        """The next batch that was given, when it is this one; else everything given is dropped."""
-        while self._queue:
-            coming = self._queue.popleft()
+    def take(self, store: CacheStore, keys: Keys) -> Coming | None:
+        """The batch with these keys, when it was given; what was given before it is dropped."""
+        for position, coming in enumerate(self._queue):
             if coming.store is store and np.array_equal(coming.keys, keys):
-                self._busy_seconds += coming.seconds
+                with self._wake:
+                    passed = [self._queue.popleft() for _ in range(position + 1)][:-1]
+                    self._todo = deque(x for x in self._todo if all(x is not y for y in passed))
                 return coming
         return None
 
     def drop(self, store: CacheStore | None = None) -> None:
         """Forget the batches that were given (those of one store only)."""
         with self._wake:
-            kept = [x for x in self._queue if store is not None and x.store is not store]
-            self._queue = deque(kept)
-            self._todo = deque(x for x in self._todo if x in kept)
-
-    def take_busy_seconds(self) -> float:
-        """Processor time of the reads whose batches were taken since the last call."""
-        seconds, self._busy_seconds = self._busy_seconds, 0.0
-        return seconds
+            for queue in (self._queue, self._todo):
+                kept = [x for x in queue if store is not None and x.store is not store]
+                queue.clear()
+                queue.extend(kept)
 
     def close(self) -> None:
         """Stop the thread and wait for its last read."""
@@ -148,4 +139,4 @@ class Prefetcher:
                 if self._closed:
                     return
                 coming = self._todo.popleft()
-            coming.try_reading()
+            coming.try_reading(background=True)

@@ -140,9 +140,7 @@ def _generators_given_back() -> Iterator[None]:
 
 def _same(a: Any, b: Any) -> bool:
     leaves_a, leaves_b = tree_flatten(a)[0], tree_flatten(b)[0]
-    return len(leaves_a) == len(leaves_b) and all(
-        _equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True)
-    )
+    return len(leaves_a) == len(leaves_b) and all(_equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -14,7 +14,7 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.config import derive_seed
 from egeria_lab.data.datasets import Data
-from egeria_lab.errors import DataError, InvalidSettingError, require
+from egeria_lab.errors import DataError, InvalidSettingError, LayerError, require, unknown_name
 
 
 def check_arguments(batch_size: int, epochs: float | None, seed: int, freeze: Any) -> None:
@@ -45,11 +45,15 @@ def load_data(data: Any) -> tuple[Data, Any, Any]:
 
 def build_model(model: nn.Module | str, data: Data, seed: int) -> nn.Module:
     if isinstance(model, nn.Module):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise LayerError("the model has no weights that require a gradient: there is nothing to train.")
         return model
     if not isinstance(model, str):
         raise InvalidSettingError(
             f"model must be a torch.nn.Module or a name ({', '.join(models.names())}); got {type(model).__name__}."
         )
+    if model not in models.names():
+        raise unknown_name("model", model, models.names())
     input_shape, num_classes = data.input_shape, data.num_classes
     if not input_shape or num_classes is None:
         raise InvalidSettingError(

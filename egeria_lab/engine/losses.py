@@ -31,6 +31,17 @@ def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
             f"cross-entropy needs tensors of class scores and labels, got {type(outputs).__name__} and "
             f"{type(targets).__name__}; give loss= (and forward=) for other outputs."
         )
+    if outputs.dim() < 2:
+        raise DataError(
+            f"cross-entropy needs class scores of shape (samples, classes), got outputs of shape "
+            f"{tuple(outputs.shape)}; give the model one output a class, or give loss= for another task."
+        )
+    if targets.dim() == 0 or len(outputs) != len(targets):
+        given = len(targets) if targets.dim() else "no sample"
+        raise DataError(
+            f"the model gave outputs for {len(outputs)} samples and labels for {given} came with them; return one "
+            "row of scores a sample, or give loss= for another task."
+        )
     if targets.is_floating_point() or targets.numel() == 0:
         return
     token_scores = outputs.dim() == targets.dim() + 1 and outputs.dim() > 2

@@ -31,6 +31,9 @@ class Steppable(Protocol):
     def land_commands(self) -> None:
         """Carry out what waits in the queue."""
 
+    def come_to_rest(self) -> None:
+        """Carry out what waits in the queue when no run is under way."""
+
     def describe_run(self) -> tuple[str, int]:
         """Device and number of threads."""
 
@@ -53,6 +56,7 @@ class Runner:
         self._want_pause = False
         self._want_stop = False
         self._interrupted = False
+        self._start_again = False
         self._looping = False
         self._target = 0
         self.state = "idle"
@@ -88,6 +92,7 @@ class Runner:
         with self._condition:
             self._target = target_step
             if self._looping:
+                self._start_again = True  # a loop that is about to end, or to stop, goes on instead
                 self._resume_locked()
                 return
             self._begin_locked()
@@ -116,10 +121,14 @@ class Runner:
         """End at the next step boundary; the model is usable and training can be started again."""
         with self._condition:
             if self._looping:
-                self._want_stop = True
+                self._want_stop, self._start_again = True, False
                 self._condition.notify_all()
-            elif self.state == "paused":
+                return
+            was_paused = self.state == "paused"
+            if was_paused:
                 self.state = "stopped"
+        if was_paused:  # by an interrupted cell: no loop is there to say so
+            self._session.events.append(RunStopped(step=self._session.steps_done, by="user", reason="asked for"))
 
     def nudge(self) -> None:
         """Tell a paused run that commands are waiting."""
@@ -164,7 +173,7 @@ class Runner:
 
     def _begin_locked(self) -> None:
         self.state, self.error, self._looping = "running", None, True
-        self._want_pause = self._want_stop = self._interrupted = False
+        self._want_pause = self._want_stop = self._interrupted = self._start_again = False
 
     def _announce_start(self) -> None:
         device, threads = self._session.describe_run()
@@ -186,29 +195,37 @@ class Runner:
         self._loop(None, lambda _record: None, blocking=False)
 
     def _loop(self, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None], *, blocking: bool) -> None:
-        session = self._session
-        outcome, reason = "finished", "the planned steps are done"
-        try:
-            while session.steps_done < self._target:
-                if self._want_pause and not self._want_stop:
-                    if blocking:  # nobody could resume a blocked cell: a pause gives it back
-                        outcome, reason = "paused", ""
-                        break
-                    self._stand_still()
-                if self._want_stop:
-                    outcome, reason = "stopped", "asked for"
-                    break
-                record = session.advance()
-                on_step(record)
-                if until is not None and until(record):
-                    outcome, reason = "stopped", "the condition given as until= holds"
-                    break
-        except BaseException as error:  # kept, shown and raised again where the user stands
-            self.error = error
-            outcome = "failed"
-        self._end(outcome, reason)
+        while True:
+            outcome, reason = "failed", ""
+            try:
+                outcome, reason = self._train(until, on_step, blocking)
+            except BaseException as error:  # kept, shown and raised again where the user stands
+                self.error = error
+            if not self._end(outcome, reason):
+                return
+            self._announce_start()
 
-    def _end(self, outcome: str, reason: str) -> None:
+    def _train(
+        self, until: Callable[[Any], bool] | None, on_step: Callable[[Any], None], blocking: bool
+    ) -> tuple[str, str]:
+        """Step up to the target; answers with how it ended and why."""
+        session = self._session
+        while session.steps_done < self._target:
+            if self._want_pause and not self._want_stop:
+                if blocking:  # nobody could resume a blocked cell: a pause gives it back
+                    return "paused", ""
+                self._stand_still()
+            if self._want_stop:
+                return "stopped", "asked for"
+            self._start_again = False
+            record = session.advance()
+            on_step(record)
+            if until is not None and until(record):
+                return "stopped", "the condition given as until= holds"
+        return "finished", "the planned steps are done"
+
+    def _end(self, outcome: str, reason: str) -> bool:
+        """Announce the end and become free; True when `start` came meanwhile and training goes on."""
         session = self._session
         step = session.steps_done
         if outcome == "failed":
@@ -220,9 +237,13 @@ class Runner:
             by = "session" if outcome == "finished" else "user"
             session.events.append(RunStopped(step=step, by=by, reason=reason))
         with self._condition:
-            self.state, self._looping = outcome, False
-            self._want_pause = self._want_stop = False
-        session.land_commands()  # what was put after the last step boundary
+            again = self._start_again and outcome in ("finished", "stopped") and step < self._target
+            self._start_again = self._want_pause = self._want_stop = False
+            if not again:
+                self.state, self._looping = outcome, False
+        if not again:
+            session.come_to_rest()  # what was put after the last step boundary
+        return again
 
     def _stand_still(self) -> None:
         session = self._session

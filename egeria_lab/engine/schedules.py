@@ -173,7 +173,13 @@ class Budget:
         return min(target, self.total_steps)
 
     def extend(self, epochs: float) -> None:
-        """Add passes over the training data."""
+        """Add passes over the training data.
+
+        Raises:
+            InvalidSettingError: when `epochs` is not a number > 0.
+        """
+        valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
+        require(valid, "Session.extend", "epochs", epochs, "a number > 0")
         self.total_steps += max(1, round(epochs * self.steps_per_epoch))
         self.decided = True
         self._clip()

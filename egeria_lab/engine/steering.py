@@ -12,7 +12,7 @@ from egeria_lab.config import LEARNING_RATE, Settings
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.rules import Rule
 from egeria_lab.engine.schedules import Schedule
-from egeria_lab.errors import EgeriaLabError
+from egeria_lab.errors import EgeriaLabError, unknown_name
 from egeria_lab.events import (
     CommandRejected,
     Event,
@@ -73,9 +73,12 @@ class Steering:
         """Carry out one command at a step boundary; what cannot be done is rejected with the reason."""
         command = receipt.command
         try:
+            if type(command) not in self._handlers:
+                raise unknown_name("command", type(command).__name__, [kind.__name__ for kind in self._handlers])
             event = self._handlers[type(command)](command, step)
-        except EgeriaLabError as error:
-            event = CommandRejected(step=step, by=command.by, command=str(command), reason=str(error))
+        except Exception as error:  # whatever is wrong with one command may not stop training or lose the next
+            reason = str(error) if isinstance(error, EgeriaLabError) else f"{type(error).__name__}: {error}"
+            event = CommandRejected(step=step, by=command.by, command=str(command), reason=reason)
         self.events.append(event)
         receipt.land(event)
 
@@ -100,6 +103,14 @@ class Steering:
                 self.events.append(LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason))
             if self.rule is not None:
                 self.rule.carried_out(decision)
+
+    def close(self, step: int) -> None:
+        """Thaw everything for good."""
+        for layer in self.board.frozen:
+            reason = "the session was closed"
+            self._do_thaw(layer, step, "session", reason)
+            self.events.append(LayerThawed(step=step, layer=layer, reason=reason))
+        self.freezer.close()
 
     def _do_freeze(self, layer: str, step: int, by: str, reason: str) -> None:
         self.freezer.freeze(layer)
@@ -159,6 +170,10 @@ class Steering:
         if command.layer is not None:
             _ = self.board[command.layer]
         old = self.settings.value(command.name, command.layer)
+        has_own = command.layer is None or (command.name, command.layer) in self.settings.per_layer
+        if has_own and old == command.value:
+            where = f" for {command.layer}" if command.layer is not None else ""
+            return _nothing(command, step, f"{command.name}{where} is {old} already")
         self.settings.change(command.name, command.value, command.layer)
         self._apply_settings(command.name, command.layer, old)
         new = self.settings.value(command.name, command.layer)
@@ -167,11 +182,15 @@ class Steering:
     def _reset(self, command: c.Reset, step: int) -> Event:
         old = self.settings.value(command.name, command.layer)
         if command.layer is not None:
-            _ = self.board[command.layer]
+            self.settings.check_scope(command.name, self.board[command.layer].name)
+            if (command.name, command.layer) not in self.settings.per_layer:
+                return _nothing(command, step, f"{command.name} for {command.layer} is the one for all layers already")
             self.settings.forget(command.name, command.layer)
             if self.policy is not None:
                 self.policy.tolerances.pop(command.layer, None)
         else:
+            if old == self.settings.default(command.name):
+                return _nothing(command, step, f"{command.name} is {old} already, as at the start")
             self.settings.change(command.name, self.settings.default(command.name))
             self._apply_settings(command.name, None, old)
         new = self.settings.value(command.name, command.layer)

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_lab.algorithms.layers import LayerModules, layers
 from egeria_lab.algorithms.reference import evaluating
+from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy
-from egeria_lab.errors import DataError, InvalidSettingError, TrainingError, unknown_name
+from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -75,7 +76,10 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise unknown_name("precision", precision, PRECISIONS)
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        for name, function in (("loss", loss), ("forward", forward)):
+            if function is not None and not callable(function):
+                raise InvalidSettingError(f"{name} must be a function or None, got {function!r}.")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
             raise InvalidSettingError(f"max_grad_norm must be > 0 or None, got {max_grad_norm!r}.")
         # A compiled model is trained through its compiled forward; everything that looks at modules (tracing,
         # evaluation, plasticity) runs the module itself, so that no hook is lost in a compiled graph.
@@ -235,11 +239,27 @@ class Trainer:
 
         Raises:
             LayerError, UnknownNameError: when the model cannot be cut as asked.
+            DataError: when the model cannot take the data at all.
         """
         content = self.to_device(example.content)
         with self.private_draws("trace", 0):
+            self._check_takes(content)
             self.layers = layers(self.model, content, names=names, forward=lambda m, x: self.run_model(m, x)[0])
         return self.layers
+
+    def _check_takes(self, content: Any) -> None:
+        try:
+            with undisturbed(self.model), torch.no_grad():
+                self.run_model(self.model, content)
+        except EgeriaLabError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
+            words = str(error).strip().partition("\n")[0]
+            raise DataError(
+                f"the model cannot take the data: a batch of tensors of shape {shapes or 'none'} gave "
+                f"{type(error).__name__}: {words}. Fit the model to the data, or give forward=."
+            ) from error
 
     @contextmanager
     def private_draws(self, *purpose: str | int) -> Iterator[None]:

@@ -276,6 +276,8 @@ def test_names_given_by_hand_merge_layers_and_the_head_is_added() -> None:
         (UNet, ["into", "down"], LayerError, "'down' is no place to cut.*skip connection"),
         (UNet, ["intoo"], UnknownNameError, "Unknown submodule 'intoo'. Did you mean 'into'"),
         (lambda: by_name("mlp"), ["layers.1", "layers.0"], LayerError, "front to back"),
+        (lambda: by_name("mlp"), ["layers.3", "layers.0"], LayerError, "front to back"),
+        (lambda: by_name("mlp"), ["layers.0", "layers.0"], LayerError, "front to back"),
         (lambda: nn.Sequential(nn.ReLU()), None, LayerError, "no weights"),
     ],
 )

@@ -13,12 +13,12 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-playwright_api = pytest.importorskip("playwright.sync_api")
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -41,16 +41,22 @@ POINTS = """() => Object.fromEntries(
     .map(([name, points]) => [name, Number(points)]))"""
 
 
+def give_up(sentence: str) -> None:
+    """Skip the test; in CI fail it."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(sentence)
+    pytest.skip(sentence)
+
+
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a Chromium; without one the tests are skipped, in CI they fail."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
-        sentence = "no chromium on this machine (Debian: apt-get install chromium)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(sentence)
-        pytest.skip(sentence)
-    return path
+        give_up("no chromium on this machine (Debian: apt-get install chromium)")
+    if find_spec("playwright") is None or find_spec("jupyterlab") is None:
+        give_up("playwright or jupyterlab is not installed (pip install 'egeria-lab[test]')")
+    return str(path)
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +191,6 @@ def _environment(home: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def lab_url(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A JupyterLab server of its own: its address and its folder of notebooks."""
-    pytest.importorskip("jupyterlab")
     home, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
     port = _free_port()
     command = [
@@ -220,7 +225,7 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, seconds: flo
 @pytest.fixture(scope="session")
 def lab(lab_url: tuple[str, Path], chromium: str) -> Iterator[Lab]:
     """The server with a browser beside it."""
-    with playwright_api.sync_playwright() as playwright:
+    with import_module("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield Lab(*lab_url, browser)
         browser.close()

@@ -252,11 +252,12 @@ def test_hovering_tells_value_slope_tolerance_and_verdict(notebook: Open) -> Non
     drawn(book, 100)
     book.page.get_by_role("button", name="slope vs tolerance").click()
     book.page.wait_for_timeout(500)
-    dashed = book.page.locator(".egl-plasticity .js-line").evaluate_all(
-        "(lines) => lines.filter((line) => line.style.strokeDasharray !== '').length"
+    lines = book.page.locator(".egl-plasticity .egl-plot").evaluate(
+        "(plot) => plot.data.filter((trace) => trace.line).map(({line}) => [line.color, line.dash ?? 'solid'])"
     )
-    assert dashed == 3
-    box = book.page.locator(".egl-plasticity .plot").bounding_box()
+    assert sorted(dash for _, dash in lines) == ["dash"] * 3 + ["solid"] * 3
+    assert {tuple(line[:1]) for line in lines[::2]} == {tuple(line[:1]) for line in lines[1::2]}
+    box = book.page.locator(".egl-plasticity .egl-plot").bounding_box()
     tip = book.dashboard.get_by_role("tooltip")
     for i in range(1, 20):
         book.page.mouse.move(box["x"] + box["width"] * i / 20, box["y"] + box["height"] * 0.4)

@@ -28,8 +28,8 @@ class RunBar {
   draw() {
     const { model, offline } = this.context, status = model.get("status") || {}, { state } = status;
     setText(this.name, status.name || "");
-    setText(this.state, state || "");
-    this.state.dataset.state = state;
+    setText(this.state, offline ? "kernel not connected" : state || "");
+    this.state.dataset.state = offline ? "gone" : state;
     setText(this.line, status.text || "");
     const can = { play: state !== "running", pause: state === "running", stop: state === "running" || state === "paused" };
     const words = { play: { paused: "Resume", idle: "Start" }[state] || "Play", pause: "Pause", stop: "Stop" };

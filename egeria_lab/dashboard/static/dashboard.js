@@ -50,7 +50,7 @@ class Page {
     this.words = make("ol", { class: "egl-words", "aria-label": "Latest events, newest first" });
     this.log = make("section", { class: "egl-panel egl-log" }, make("h3", {}, "What happened"), this.words);
     this.kept = make("div", { class: "egl-kept", hidden: true });
-    this.root.append(make("span", { class: "egl-probe" }), this.run.node, this.settings.node, this.alert, this.note, this.grid, this.log, this.kept);
+    this.root.append(make("span", { class: "egl-probe" }), this.run.node, this.settings.node, this.alert, this.note, this.grid, this.kept, this.log);
     this.tip = new Tip(this.root);
     this.views = {};
     for (const { key, title, hint } of this.model.get("panels") || []) {
