@@ -20,6 +20,8 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer, freeze_layers
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.layers import layers
+from egeria_lab.data.activation_cache import ActivationCache
+from egeria_lab.data.augment import Augment, Replayable
 from egeria_lab.data.datasets import ArrayDataset, Data
 from egeria_lab.engine.recorder import StepRecord
 from egeria_lab.errors import (
@@ -36,7 +38,9 @@ from egeria_lab.session import Session
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCache",
     "ArrayDataset",
+    "Augment",
     "Data",
     "DataError",
     "EgeriaLabError",
@@ -46,6 +50,7 @@ __all__ = [
     "LayerError",
     "MissingPackageError",
     "Plasticity",
+    "Replayable",
     "Schedule",
     "Session",
     "StepRecord",

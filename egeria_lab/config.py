@@ -186,9 +186,7 @@ class Settings:
             raise unknown_name("setting", name, self.names())
 
     def _read(self, name: str, source: tuple[Plasticity | None, float]) -> Scalar:
-        value: Scalar = (
-            source[1] if name == LEARNING_RATE else getattr(source[0], name.removeprefix("freeze."))
-        )
+        value: Scalar = source[1] if name == LEARNING_RATE else getattr(source[0], name.removeprefix("freeze."))
         return value
 
     def _replaced(self, name: str, value: Any) -> Plasticity:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from egeria_lab.engine.devices import choose_device
 from egeria_lab.engine.threads import available_cores
-from egeria_lab.engine.trainer import choose_device
 
 PACKAGES = (
     "egeria-lab", "torch", "numpy", "pandas", "plotly", "ipywidgets", "anywidget", "jupyterlab", "captum",

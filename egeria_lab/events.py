@@ -197,6 +197,37 @@ class ReferenceRefreshed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBuilt(Event):
+    """The activation cache began to keep what crosses the cut behind a layer."""
+
+    message: str
+
+    def sentence(self) -> str:
+        return f"Cache built: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheNotice(Event):
+    """Something a user should know about the activation cache: refused, off, full, lost or emptied."""
+
+    kind: str
+    message: str
+
+    def sentence(self) -> str:
+        return f"Cache {self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingSkipped(Event):
+    """A plasticity reading was left out."""
+
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Plasticity reading skipped: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recompiled(Event):
     """`torch.compile` built new graphs, usually because the frozen set changed; `total` counts the run."""
 

@@ -24,16 +24,20 @@ from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, Plasticity
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.config import Setting, Settings
-from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.data.activation_cache import ActivationCache
+from egeria_lab.data.loaders import Batch, BatchSource, Views
+from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.building import build_model, check_arguments, load_data
+from egeria_lab.engine.devices import choose_device
+from egeria_lab.engine.front_cache import FrontCache
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.progress import ProgressBar
 from egeria_lab.engine.recorder import Recorder, StepRecord
 from egeria_lab.engine.rules import FreezeSettings, ScheduleRule, make_rule
 from egeria_lab.engine.runner import Runner
-from egeria_lab.engine.schedules import Budget, Schedule, make_optimizer, split_by_layer
+from egeria_lab.engine.schedules import Schedule, make_optimizer, split_by_layer
 from egeria_lab.engine.steering import Steering
-from egeria_lab.engine.trainer import Forward, Loss, Trainer, choose_device
+from egeria_lab.engine.trainer import Forward, Loss, Trainer
 from egeria_lab.errors import InvalidSettingError, require
 from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
 from egeria_lab.history import History
@@ -66,6 +70,9 @@ class Session:
         max_grad_norm: clip the gradient norm of active parameters, or None.
         park_state: optimizer state of frozen layers: ``"keep"``, ``"cpu"`` or ``"drop"``.
         scheduler_every: ``"auto"``, ``"step"`` or ``"epoch"``; see `egeria_lab.engine.schedules.Schedule`.
+        cache: keep the outputs of the frozen front, so that its forward pass is skipped too, or None.
+        augment: `Augment` or `Replayable`: augmentations that can be replayed, for training batches.
+        deterministic: deterministic algorithms on a GPU, and no load gate for readings.
 
     Raises:
         UnknownNameError, InvalidSettingError, DataError, LayerError: before anything is trained.
@@ -96,12 +103,15 @@ class Session:
         max_grad_norm: float | None = None,
         park_state: str = "keep",
         scheduler_every: str = "auto",
+        cache: ActivationCache | None = None,
+        augment: Views | None = None,
+        deterministic: bool = False,
     ) -> None:
-        check_arguments(batch_size, epochs, seed, freeze)
+        check_arguments(batch_size, epochs, seed, freeze, cache, augment)
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
-        self._train_source = BatchSource(train, batch_size, seed=seed)
+        self._train_source = BatchSource(train, batch_size, seed=seed, augment=augment)
         self._valid_source = BatchSource(valid, max(256, batch_size), seed=seed, shuffle=False, role="validation")
         self.model = build_model(model, self.data, seed).to(self.device)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
@@ -111,7 +121,8 @@ class Session:
         self.budget = Budget(per_epoch, total_steps, decided=epochs is not None)
         self.trainer = Trainer(
             self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
-            precision=precision, max_grad_norm=max_grad_norm, seed=seed,
+            precision=precision, max_grad_norm=max_grad_norm, seed=seed, augment=augment,
+            deterministic=deterministic,
         )  # fmt: skip
         self.model = self.trainer.model
         self.layer_modules = self.trainer.find_layers(self._train_source.example(EXAMPLE_ROWS), layers)
@@ -129,8 +140,9 @@ class Session:
         self.policy = PlasticityPolicy(self.layers.names, freeze) if isinstance(freeze, Plasticity) else None
         self.rule = make_rule(
             freeze, policy=self.policy, layers=self.layer_modules, recorder=self.recorder,
-            events=self.events, budget=self.budget,
+            events=self.events, budget=self.budget, deterministic=deterministic,
         )  # fmt: skip
+        self.cache = self._make_cache(cache)
         self.schedule = self._make_schedule(scheduler, scheduler_every)
         self.settings_book = Settings(freeze, self.schedule.peak_rate)
         self._steering = self._make_steering(park_state)
@@ -181,6 +193,7 @@ class Session:
                 record = self.recorder.count_step(
                     result, batch, step=number, epoch=self.epoch, learning_rate=rate,
                     monitor_seconds=time.perf_counter() - watched,
+                forward_shares=self.cache.computed_shares(len(batch)) if self.cache is not None else None,
                 )  # fmt: skip
             self._steering.carry_out(decisions, number)
             self._finish_epoch_if_due()
@@ -379,6 +392,8 @@ class Session:
             self._steering.close(self._steps_done)
             if self.rule is not None:
                 self.rule.close()
+            if self.cache is not None:
+                self.cache.close()
 
     def __repr__(self) -> str:
         frozen = len(self.layers.frozen)
@@ -452,6 +467,8 @@ class Session:
         epoch, position = divmod(self._steps_done, self.steps_per_epoch)
         if self._batches is None or position == 0:
             self._batches = self._train_source.epoch(epoch, position)
+            if self.cache is not None:
+                self.cache.announce(epoch, position)
         batch: Batch = next(self._batches)
         return batch
 
@@ -464,6 +481,17 @@ class Session:
         self.events.append(self.recorder.finish_epoch(number, self._steps_done, loss, accuracy))
         if self.rule is not None:
             self._steering.carry_out(self.rule.after_evaluation(accuracy, self.layers), self._steps_done)
+
+    def _make_cache(self, settings: ActivationCache | None) -> FrontCache | None:
+        if settings is None:
+            return None
+        augment = self._train_source.augment
+        cache = FrontCache(
+            settings, self.trainer, self.layer_modules, self.layers, self._train_source,
+            augment.views if augment is not None else 1, self.events, lambda: self._steps_done,
+        )  # fmt: skip
+        self.trainer.forward_pass = cache.run
+        return cache
 
     def _make_schedule(self, scheduler: Any, every: str) -> Schedule:
         if isinstance(self.rule, ScheduleRule) and self.rule.own_rates:
@@ -478,6 +506,8 @@ class Session:
             self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, self.rule
         )
         steering.handle(c.Extend, self._land_extend)
+        if self.cache is not None:
+            steering.on_thaw = self.cache.invalidate
         return steering
 
     def _land_extend(self, command: c.Extend, step: int) -> Event:

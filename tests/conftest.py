@@ -66,9 +66,7 @@ def build_tiny_model(dropout: float = 0.0, seed: int = 0) -> TinyNet:
 
 
 def build_tiny_data(num_samples: int = 64, num_valid: int = 24) -> lab.Data:
-    return lab.data.load(
-        "synthetic", num_samples=num_samples, num_valid=num_valid, shape=(6,), num_classes=3
-    )
+    return lab.data.load("synthetic", num_samples=num_samples, num_valid=num_valid, shape=(6,), num_classes=3)
 
 
 @pytest.fixture

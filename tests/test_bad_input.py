@@ -59,9 +59,15 @@ BAD: dict[str, tuple[dict[str, Any], type[EgeriaLabError], str]] = {
     "frozen model": ({"model": net().requires_grad_(False)}, LayerError, "no weights that require a gradient"),
     "model without weights": ({"model": nn.Sequential(nn.ReLU())}, EgeriaLabError, "no weights"),
     "model by name, bare data": (
-        {"model": "mlp", "data": (pairs(), pairs())}, InvalidSettingError, "needs to know the shape and classes",
+        {"model": "mlp", "data": (pairs(), pairs())},
+        InvalidSettingError,
+        "needs to know the shape and classes",
     ),
-    "data": ({"data": "fashoin-mini"}, UnknownNameError, "Unknown data set 'fashoin-mini'. Did you mean 'fashion-mini'?"),
+    "data": (
+        {"data": "fashoin-mini"},
+        UnknownNameError,
+        "Unknown data set 'fashoin-mini'. Did you mean 'fashion-mini'?",
+    ),
     "data kind": ({"data": 5}, DataError, "data must be a name, a lab.Data, or a pair (train, valid)"),
     "data triple": ({"data": (pairs(), pairs(), pairs())}, DataError, "data must be a name, a lab.Data, or a pair"),
     "data not a pair": ({"data": pairs()}, DataError, "data must be a name, a lab.Data, or a pair"),
@@ -73,16 +79,32 @@ BAD: dict[str, tuple[dict[str, Any], type[EgeriaLabError], str]] = {
     "no length": ({"data": (NoLength(), pairs())}, DataError, "map-style (with __len__ and __getitem__)"),
     "ready batches": ({"data": (DataLoader(pairs(), batch_size=None), pairs())}, DataError, "batch_size=None"),
     "no full batch": (
-        {"data": (DataLoader(pairs(5), batch_size=5, sampler=[], drop_last=True), pairs())}, DataError, "yields no batch",
+        {"data": (DataLoader(pairs(5), batch_size=5, sampler=[], drop_last=True), pairs())},
+        DataError,
+        "yields no batch",
     ),
     "batch size": ({"batch_size": 41}, DataError, "batch_size=41 is larger than the training set (40 samples)"),
     "loader batch size": (
-        {"data": (DataLoader(pairs(5), batch_size=8), pairs())}, DataError, "batch_size=8 is larger than the training set (5",
+        {"data": (DataLoader(pairs(5), batch_size=8), pairs())},
+        DataError,
+        "batch_size=8 is larger than the training set (5",
     ),
-    "batch size zero": ({"batch_size": 0}, InvalidSettingError, "Session.batch_size must be a whole number >= 1, got 0"),
-    "batch size fraction": ({"batch_size": 2.5}, InvalidSettingError, "batch_size must be a whole number >= 1, got 2.5"),
+    "batch size zero": (
+        {"batch_size": 0},
+        InvalidSettingError,
+        "Session.batch_size must be a whole number >= 1, got 0",
+    ),
+    "batch size fraction": (
+        {"batch_size": 2.5},
+        InvalidSettingError,
+        "batch_size must be a whole number >= 1, got 2.5",
+    ),
     "epochs": ({"epochs": 0}, InvalidSettingError, "Session.epochs must be a number > 0 or None, got 0"),
-    "epochs nan": ({"epochs": float("nan")}, InvalidSettingError, "Session.epochs must be a number > 0 or None, got nan"),
+    "epochs nan": (
+        {"epochs": float("nan")},
+        InvalidSettingError,
+        "Session.epochs must be a number > 0 or None, got nan",
+    ),
     "seed": ({"seed": 1.5}, InvalidSettingError, "Session.seed must be a whole number, got 1.5"),
     "rate": ({"lr": 0}, InvalidSettingError, "lr must be a number > 0, got 0"),
     "rate text": ({"lr": "fast"}, InvalidSettingError, "lr must be a number > 0, got 'fast'"),
@@ -90,10 +112,16 @@ BAD: dict[str, tuple[dict[str, Any], type[EgeriaLabError], str]] = {
     "optimizer kind": ({"optimizer": 5}, InvalidSettingError, "optimizer must be a name (sgd, adam, adamw), a torch"),
     "optimizer result": ({"optimizer": lambda p: None}, InvalidSettingError, "optimizer must be a name"),
     "foreign optimizer": (
-        {"optimizer": SGD(net().parameters(), lr=0.1)}, InvalidSettingError, "holds no parameter of the model",
+        {"optimizer": SGD(net().parameters(), lr=0.1)},
+        InvalidSettingError,
+        "holds no parameter of the model",
     ),
     "scheduler": ({"scheduler": "cosin"}, UnknownNameError, "Unknown scheduler 'cosin'. Did you mean 'cosine'?"),
-    "scheduler kind": ({"scheduler": 5}, InvalidSettingError, "scheduler must be a name (cosine, step, linear, constant)"),
+    "scheduler kind": (
+        {"scheduler": 5},
+        InvalidSettingError,
+        "scheduler must be a name (cosine, step, linear, constant)",
+    ),
     "scheduler result": ({"scheduler": lambda o: None}, InvalidSettingError, "scheduler must be a name"),
     "scheduler every": ({"scheduler_every": "minute"}, UnknownNameError, "Unknown scheduler_every 'minute'"),
     "freeze": ({"freeze": "egeria"}, InvalidSettingError, "Session.freeze must be"),
@@ -108,7 +136,7 @@ BAD: dict[str, tuple[dict[str, Any], type[EgeriaLabError], str]] = {
     "loss": ({"loss": "mse"}, InvalidSettingError, "loss must be"),
     "forward": ({"forward": 5}, InvalidSettingError, "forward must be"),
     "features": ({"model": net(features=5)}, DataError, "the model cannot take the data"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -125,17 +153,17 @@ def test_one_sentence_before_anything_is_trained(case: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(InvalidSettingError, match="torch finds no GPU; use 'auto' or 'cpu'"):
+    with pytest.raises(InvalidSettingError, match=r"torch finds no GPU; use 'auto' or 'cpu'"):
         lab.Session(net(), (pairs(), pairs()), batch_size=8, device="cuda")
 
 
 def test_steps_are_checked(make_session: Make) -> None:
     session = make_session()
     for n in (0, -1, 1.5, "3", None):
-        with pytest.raises(InvalidSettingError, match="Session.step.n must be a whole number >= 1"):
+        with pytest.raises(InvalidSettingError, match=r"Session.step.n must be a whole number >= 1"):
             session.step(n)  # type: ignore[arg-type]
     for epochs in (0, -1, float("inf"), float("nan"), "1"):
-        with pytest.raises(InvalidSettingError, match="Session.extend.epochs must be a number > 0"):
+        with pytest.raises(InvalidSettingError, match=r"Session.extend.epochs must be a number > 0"):
             session.extend(epochs)  # type: ignore[arg-type]
     assert session.steps_done == 0
     assert len(session.events) == 0
@@ -163,7 +191,7 @@ def test_a_label_out_of_range_in_the_validation_set(make_session: Make) -> None:
     data = pairs()
     data.tensors[1][4] = 9
     session = make_session(model=net(), data=(pairs(), data))
-    with pytest.raises(DataError, match="sample 4 has label 9"):
+    with pytest.raises(DataError, match=r"sample 4 has label 9"):
         session.evaluate()
     session.step(2)
 
@@ -253,7 +281,7 @@ def test_a_wrong_shape_given_to_evaluate_changes_nothing(make_session: Make) -> 
 
 def test_a_loss_that_returns_no_tensor(make_session: Make) -> None:
     session = make_session(loss=lambda o, t: 1.0)
-    with pytest.raises(InvalidSettingError, match="loss must return a tensor, got float"):
+    with pytest.raises(InvalidSettingError, match=r"loss must return a tensor, got float"):
         session.step()
 
 
@@ -266,19 +294,21 @@ def test_a_loss_without_a_gradient(make_session: Make) -> None:
 
 def test_unknown_history_table(make_session: Make) -> None:
     session = make_session()
-    with pytest.raises(UnknownNameError, match="Unknown history table 'step'. Did you mean 'steps'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown history table 'step'. Did you mean 'steps'"):
         session.history.frame("step")
 
 
 def test_unknown_distance() -> None:
-    with pytest.raises(UnknownNameError, match="Unknown distance 'spp'. Did you mean 'sp'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown distance 'spp'. Did you mean 'sp'"):
         lab.Plasticity(distance="spp")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_tiny_data_sets(make_session: Make, rows: int) -> None:
     """One sample a step is a batch; batch norm then says so itself."""
-    session = make_session(model=net(), data=(pairs(rows), pairs(1)), batch_size=1, freeze=lab.Plasticity(interval_steps=1))
+    session = make_session(
+        model=net(), data=(pairs(rows), pairs(1)), batch_size=1, freeze=lab.Plasticity(interval_steps=1)
+    )
     assert session.steps_per_epoch == rows
     session.step(2 * rows)
     assert session.evaluate()["loss"] is not None

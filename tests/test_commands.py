@@ -14,7 +14,12 @@ from egeria_lab.events import CommandRejected, LayerFrozen
 
 def test_first_in_first_out() -> None:
     queue = CommandQueue()
-    commands: list[Command] = [FreezeLayer(layer="a"), Override(name="x", value=1), ThawLayer(layer="a"), Extend(epochs=2)]
+    commands: list[Command] = [
+        FreezeLayer(layer="a"),
+        Override(name="x", value=1),
+        ThawLayer(layer="a"),
+        Extend(epochs=2),
+    ]
     receipts = [queue.put(command) for command in commands]
     assert queue.pending() == commands
     assert len(queue) == 4

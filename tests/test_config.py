@@ -82,7 +82,9 @@ def test_bad_values_change_nothing(name: str, value: Any, layer: str | None, mes
 def test_unknown_names() -> None:
     settings = Settings(Plasticity(), learning_rate=0.1)
     for call in (settings.value, settings.default, lambda name: settings.change(name, 1)):
-        with pytest.raises(UnknownNameError, match=r"Unknown setting 'freeze.tolerence'. Did you mean 'freeze.tolerance'"):
+        with pytest.raises(
+            UnknownNameError, match=r"Unknown setting 'freeze.tolerence'. Did you mean 'freeze.tolerance'"
+        ):
             call("freeze.tolerence")
     with pytest.raises(UnknownNameError):
         settings.value("tolerance_of_nothing")

@@ -175,8 +175,6 @@ def test_reading_while_another_thread_appends() -> None:
 
 
 def test_numbers_in_sentences() -> None:
-    event = EpochFinished(
-        step=8, epoch=1, train_loss=1.23456, train_accuracy=0.5, valid_loss=1.0, valid_accuracy=0.876
-    )
+    event = EpochFinished(step=8, epoch=1, train_loss=1.23456, train_accuracy=0.5, valid_loss=1.0, valid_accuracy=0.876)
     assert event.sentence() == "Epoch 1: loss 1.235, validation accuracy 87.6%"
     assert "(" not in LayerFrozen(step=1, by="rule", layer="a", reason="slope").sentence()

@@ -40,7 +40,7 @@ def test_views_are_read_only_and_do_not_change_later() -> None:
     table = Table(["x"], capacity=2)
     table.append(x=1)
     view = table["x"]
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError, match=r"read-only"):
         view[0] = 5
     for number in range(10):
         table.append(x=number)
@@ -49,7 +49,7 @@ def test_views_are_read_only_and_do_not_change_later() -> None:
 
 def test_an_unknown_column_is_refused_and_nothing_is_stored() -> None:
     table = Table(["x"])
-    with pytest.raises(KeyError, match="no column.*y.*columns: x"):
+    with pytest.raises(KeyError, match=r"no column.*y.*columns: x"):
         table.append(x=1, y=2)
     assert len(table) == 0
 
@@ -101,7 +101,9 @@ def test_history_has_its_tables() -> None:
 def test_frames_spell_names_and_whole_numbers_out() -> None:
     history = History(["front", "head"])
     for position, verdict in enumerate(VERDICTS):
-        history.plasticity.append(step=10 * position, layer=position % 2, value=1e-6, verdict=VERDICTS.index(verdict), stable=2)
+        history.plasticity.append(
+            step=10 * position, layer=position % 2, value=1e-6, verdict=VERDICTS.index(verdict), stable=2
+        )
     frame = history.frame("plasticity")
     assert frame["verdict"].tolist() == list(VERDICTS)
     assert frame["layer"].tolist() == ["front", "head"] * 3

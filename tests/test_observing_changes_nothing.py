@@ -94,7 +94,13 @@ def test_a_seldom_read_layer_changes_no_decision_about_the_front(make_session: M
     traces = []
     for budget in (1.0, 0.02):
         rule = lab.Plasticity(
-            interval_steps=2, window=3, patience=2, bootstrap_change=0.9, tolerance=2.0, monitor_budget=budget, max_frozen=0.34
+            interval_steps=2,
+            window=3,
+            patience=2,
+            bootstrap_change=0.9,
+            tolerance=2.0,
+            monitor_budget=budget,
+            max_frozen=0.34,
         )
         session = make_session(freeze=rule, lr=0.01)
         session.step(100)

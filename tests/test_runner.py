@@ -23,6 +23,7 @@ from egeria_lab.events import (
     CommandRejected,
     EpochFinished,
     LayerFrozen,
+    ReferenceRefreshed,
     RunFailed,
     RunPaused,
     RunResumed,
@@ -130,7 +131,8 @@ def test_stop_and_start_again_lose_and_repeat_nothing(make_session: Make, losses
         asked.step(k)
     assert losses(session) == losses(asked)
     assert all(
-        torch.equal(a, b) for a, b in zip(session.model.state_dict().values(), asked.model.state_dict().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(session.model.state_dict().values(), asked.model.state_dict().values(), strict=True)
     )
     session.evaluate()  # the model is usable
     if session.state == "stopped":
@@ -295,7 +297,7 @@ def test_stepping_by_hand_while_a_run_is_under_way_is_refused(make_session: Make
     session.start(steps=4)
     gate.wait_inside_a_step()
     for call in (session.step, lambda: session.run(steps=1, progress=False)):
-        with pytest.raises(InvalidSettingError, match="a run is under way in the background"):
+        with pytest.raises(InvalidSettingError, match=r"a run is under way in the background"):
             call()
     gate.let_go()
     assert session.wait(20)
@@ -350,7 +352,7 @@ def test_an_error_in_the_background_is_kept_shown_and_raised_by_wait(make_sessio
     """traps row 103: the thread ends, the error is an event and in session.error, history is kept."""
     session = make_session(loss=Failing(at=4))
     session.start(steps=10)
-    with pytest.raises(ZeroDivisionError, match="a fault of the loss"):
+    with pytest.raises(ZeroDivisionError, match=r"a fault of the loss"):
         session.wait(20)
     assert session.state == "failed"
     assert isinstance(session.error, ZeroDivisionError)
@@ -404,12 +406,12 @@ def test_nothing_left_to_do_is_one_sentence(make_session: Make) -> None:
     session = make_session(epochs=1)
     session.run(progress=False)
     for call in (session.start, lambda: session.run(progress=False)):
-        with pytest.raises(TrainingError, match="budget of 8 steps is used up"):
+        with pytest.raises(TrainingError, match=r"budget of 8 steps is used up"):
             call()
     for bad in ({"steps": 0}, {"epochs": -1}, {"steps": float("nan")}, {"steps": True}):
-        with pytest.raises(InvalidSettingError, match="must be a number > 0"):
+        with pytest.raises(InvalidSettingError, match=r"must be a number > 0"):
             session.start(**bad)  # type: ignore[arg-type]
-    with pytest.raises(InvalidSettingError, match="steps or epochs, not both"):
+    with pytest.raises(InvalidSettingError, match=r"steps or epochs, not both"):
         session.run(steps=1, epochs=1)
     assert session.state == "finished"
 
@@ -506,9 +508,7 @@ def test_awaiting_a_failing_run_raises(make_session: Make) -> None:
 # --- interrupts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread"
-)
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
 def test_an_interrupt_pauses_after_the_step_under_way(make_session: Make, losses: Losses) -> None:
     """A real SIGINT: traps rows 92, 101."""
     session, plain = make_session(dropout=0.3), make_session(dropout=0.3)
@@ -664,6 +664,52 @@ def test_a_subscriber_that_puts_a_command_sees_it_land_at_the_next_boundary(make
         assert frozen.step == 8
         traces.append(session.history["steps"]["num_frozen"].tolist())
     assert traces[0] == traces[1] == [0] * 8 + [1, 1]
+
+
+def test_a_command_put_in_the_middle_of_a_step_does_not_touch_that_step(make_session: Make) -> None:
+    """The snapshot is announced between update and record of step 1; the record is of what that step was."""
+    session = make_session(freeze=lab.Plasticity(interval_steps=1))
+    receipts: list[Any] = []
+    session.subscribe(lambda _event: receipts.append(session.freeze("first")), ReferenceRefreshed)
+    record = session.step()
+    assert record.frozen == ()
+    assert session.history["steps"]["num_frozen"].tolist() == [0]
+    assert [receipt.state for receipt in receipts] == ["done"]  # landed when the step was over
+    assert session.step().frozen == ("first",)
+
+
+def test_a_command_that_came_during_the_last_step_lands_when_step_returns(make_session: Make) -> None:
+    session = make_session()
+    receipts: list[Any] = []
+
+    def put_from_elsewhere(outputs: Tensor, targets: Tensor) -> Tensor:
+        if session.steps_done == 2 and outputs.requires_grad:
+            thread = threading.Thread(target=lambda: receipts.append(session.freeze("first")))
+            thread.start()
+            thread.join()
+            assert receipts[0].state == "pending"
+        return nn.functional.cross_entropy(outputs, targets)
+
+    session.trainer.loss = put_from_elsewhere
+    session.step(3)
+    assert receipts[0].state == "done"
+    assert receipts[0].event.step == 3
+
+
+def test_a_command_that_came_during_an_evaluation_lands_when_it_returns(make_session: Make) -> None:
+    session = make_session()
+    receipts: list[Any] = []
+
+    def put_from_elsewhere(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        if not receipts:
+            thread = threading.Thread(target=lambda: receipts.append(session.freeze("first")))
+            thread.start()
+            thread.join()
+        return model(batch[0]), batch[1]
+
+    session.trainer.forward = put_from_elsewhere
+    session.evaluate()
+    assert receipts[0].state == "done"
 
 
 def test_a_subscriber_that_answers_every_event_does_not_hang(make_session: Make) -> None:

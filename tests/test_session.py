@@ -203,7 +203,7 @@ def test_the_budget_ends_with_a_sentence_and_extend_goes_on(make_session: Make) 
     session.extend(0.5)
     assert session.planned_steps == 12
     session.step(4)
-    with pytest.raises(TrainingError, match="budget of 12 steps"):
+    with pytest.raises(TrainingError, match=r"budget of 12 steps"):
         session.step()
 
 
@@ -573,7 +573,9 @@ def test_a_failing_step_is_not_applied_and_the_run_goes_on_exactly(
 
 def test_a_huge_learning_rate_gives_one_sentence_and_history_is_kept(make_session: Make) -> None:
     session = make_session(lr=1e5, optimizer=lambda p: SGD(p, lr=1e30), scheduler=None)
-    with pytest.raises(TrainingError, match=r"the loss is (nan|inf) at step \d+ \(learning rate 1e\+30\).*was not applied"):
+    with pytest.raises(
+        TrainingError, match=r"the loss is (nan|inf) at step \d+ \(learning rate 1e\+30\).*was not applied"
+    ):
         session.step(50)
     done = session.steps_done
     assert len(session.history["steps"]) == done
@@ -596,7 +598,7 @@ def test_the_session_goes_on_after_lowering_the_rate(make_session: Make) -> None
     session = make_session(loss=loss, optimizer=lambda p: SGD(p, lr=0.05), scheduler=None)
     session.step(3)
     session.override("optimizer.lr", 5.0)
-    with pytest.raises(TrainingError, match="Lower the learning rate"):
+    with pytest.raises(TrainingError, match=r"Lower the learning rate"):
         session.step()
     session.override("optimizer.lr", 0.05)
     assert session.step(3).step == 6
@@ -620,7 +622,7 @@ def test_data_that_fails_once_is_read_again(make_session: Make, losses: Losses) 
     session.step(2)
     flaky.fails = True
     for _ in range(2):
-        with pytest.raises(OSError, match="network drive gone"):
+        with pytest.raises(OSError, match=r"network drive gone"):
             session.step()
     flaky.fails = False
     session.step(8)
@@ -635,7 +637,7 @@ def test_activations_that_are_not_finite_stop_the_run_with_the_step_on_record(ma
     handle = session.model.second.register_forward_hook(  # type: ignore[union-attr]
         lambda module, _inputs, output: output if module.training else output * float("nan")
     )
-    with pytest.raises(TrainingError, match="activations of .* are not finite"):
+    with pytest.raises(TrainingError, match=r"activations of .* are not finite"):
         session.step()
     assert session.steps_done == 4
     assert len(session.history["steps"]) == 4

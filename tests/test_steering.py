@@ -73,7 +73,10 @@ def test_each_command_gives_one_event_and_twice_is_once(
     assert second.state == "rejected"
     assert isinstance(second.event, CommandRejected)
     assert again in second.event.reason
-    assert ([(row.state, row.since_step, row.by) for row in session.layers], [s.value for s in session.settings()]) == state
+    assert (
+        [(row.state, row.since_step, row.by) for row in session.layers],
+        [s.value for s in session.settings()],
+    ) == state
     session.step(2)
     json.dumps([e.to_dict() for e in session.events])
 
@@ -158,21 +161,21 @@ def test_bad_commands_put_directly_are_rejected_and_the_next_one_lands(make_sess
 def test_calls_with_unknown_names_raise_at_once_and_leave_no_event(make_session: Make) -> None:
     session = make_session(freeze=lab.Plasticity())
     for call in (session.freeze, session.thaw, session.pin, session.unpin, session.explain):
-        with pytest.raises(UnknownNameError, match="Unknown layer 'frist'. Did you mean 'first'"):
+        with pytest.raises(UnknownNameError, match=r"Unknown layer 'frist'. Did you mean 'first'"):
             call("frist")
-    with pytest.raises(UnknownNameError, match="Unknown layer 'frist'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown layer 'frist'"):
         session.override("freeze.tolerance", 0.1, layer="frist")
-    with pytest.raises(UnknownNameError, match="Unknown layer 'frist'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown layer 'frist'"):
         session.reset("freeze.tolerance", layer="frist")
     with pytest.raises(UnknownNameError, match=r"Unknown setting 'freeze.tolerence'. Did you mean 'freeze.tolerance'"):
         session.override("freeze.tolerence", 0.1)
-    with pytest.raises(UnknownNameError, match="Unknown setting"):
+    with pytest.raises(UnknownNameError, match=r"Unknown setting"):
         session.reset("nothing")
     with pytest.raises(InvalidSettingError, match=r"tolerance must be .*>= 0, got -1"):
         session.override("freeze.tolerance", -1)
-    with pytest.raises(InvalidSettingError, match="holds for all layers"):
+    with pytest.raises(InvalidSettingError, match=r"holds for all layers"):
         session.override("freeze.window", 5, layer="first")
-    with pytest.raises(InvalidSettingError, match="holds for all layers"):
+    with pytest.raises(InvalidSettingError, match=r"holds for all layers"):
         session.reset("optimizer.lr", layer="first")
     assert len(session.events) == 0
     assert len(session.commands) == 0
@@ -318,7 +321,14 @@ def test_override_and_reset_of_the_rate_is_the_run_without(make_session: Make) -
 
 # --- the rule inside a session ---------------------------------------------------------------------------
 
-RULE = {"interval_steps": 2, "window": 3, "patience": 2, "bootstrap_change": 0.9, "tolerance": 2.0, "monitor_budget": 1.0}
+RULE = {
+    "interval_steps": 2,
+    "window": 3,
+    "patience": 2,
+    "bootstrap_change": 0.9,
+    "tolerance": 2.0,
+    "monitor_budget": 1.0,
+}
 
 
 def test_the_rule_freezes_from_the_front_and_explain_carries_the_numbers(make_session: Make) -> None:

@@ -42,19 +42,17 @@ def sp_distance(a: Tensor, b: Tensor) -> Tensor:
         >>> f"{sp_distance(a, a):.4f} {sp_distance(a, b):.4f}"
         '0.0000 0.2929'
     """
-    return _sp_from_grams(_normalised_gram(a), _normalised_gram(b))
+    return sp_from_grams(normalised_gram(a), normalised_gram(b))
 
 
-def _sp_from_grams(a: Tensor, b: Tensor) -> Tensor:
+def sp_from_grams(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape:
-        raise InvalidSettingError(
-            f"a distance compares the same samples: got {a.shape[0]} and {b.shape[0]} rows."
-        )
+        raise InvalidSettingError(f"a distance compares the same samples: got {a.shape[0]} and {b.shape[0]} rows.")
     total: Tensor = (a - b).square().sum() / a.shape[0] ** 2
     return total
 
 
-def _normalised_gram(activations: Tensor) -> Tensor:
+def normalised_gram(activations: Tensor) -> Tensor:
     rows = _as_rows(activations)
     # Scaling a row by a positive number scales its Gram row and column; dividing by the largest entry
     # first keeps the squares inside float32 for any input.
@@ -137,9 +135,7 @@ def _as_rows(activations: Tensor) -> Tensor:
 
 def _same_rows(x: Tensor, y: Tensor) -> None:
     if x.shape[0] != y.shape[0]:
-        raise InvalidSettingError(
-            f"a distance compares the same samples: got {x.shape[0]} and {y.shape[0]} rows."
-        )
+        raise InvalidSettingError(f"a distance compares the same samples: got {x.shape[0]} and {y.shape[0]} rows.")
 
 
 def _same_shape(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

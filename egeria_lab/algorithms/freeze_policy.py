@@ -33,13 +33,17 @@ class Plasticity:
         tolerance: share of a layer's own first slopes below which it is stable, >= 0.
         bootstrap_change: nothing freezes until the training loss changes by less than this share
             between two windows, > 0.
-        reference: ``"auto"`` or ``"fp32"``, the numeric format of the reference model.
+        reference: ``"auto"``, ``"int8"``, ``"bf16"`` or ``"fp32"``, the numeric format of the reference model;
+            layers that cannot be had in it are compared in float32.
         refresh_evals: readings between two snapshots, or None for 2 × (window + patience); never less
             than window + patience.
         thaw: ``"lr_drop"``, ``"never"``, or a function of `LearningRates`.
         max_frozen: at most this share of the layers may be frozen by the rule, in (0, 1], or None.
         monitor_budget: share of the training time that readings may take, in (0, 1].
         probe_rows: samples of the batch that a reading compares, >= 2.
+        load_gate: leave a reading out while the machine's load average per core lies above this, > 0, or None.
+            A run with a gate is not repeatable, so there is none by default and none under
+            ``deterministic=True``.
         guard: when validation accuracy falls by more than this fraction below its best, thaw what the rule
             froze and halve the tolerance; in (0, 1), or None for no guard.
 
@@ -68,6 +72,7 @@ class Plasticity:
     max_frozen: float | None = None
     monitor_budget: float = 0.05
     probe_rows: int = 64
+    load_gate: float | None = None
     guard: float | None = None
 
     prefix: ClassVar[str] = "freeze"
@@ -78,9 +83,7 @@ class Plasticity:
         for name, low in (("interval_steps", 1), ("window", 2), ("patience", 1), ("probe_rows", 2)):
             value = getattr(self, name)
             require(_whole(value) and value >= low, "Plasticity", name, value, f"a whole number >= {low}")
-        require(
-            _number(self.tolerance) and self.tolerance >= 0, "Plasticity", "tolerance", self.tolerance, ">= 0"
-        )
+        require(_number(self.tolerance) and self.tolerance >= 0, "Plasticity", "tolerance", self.tolerance, ">= 0")
         for name in ("bootstrap_change", "monitor_budget"):
             value = getattr(self, name)
             require(_number(value) and value > 0, "Plasticity", name, value, "a number > 0")
@@ -96,6 +99,10 @@ class Plasticity:
         require(
             self.guard is None or (_number(self.guard) and 0 < self.guard < 1),
             "Plasticity", "guard", self.guard, "in (0, 1) or None",
+        )  # fmt: skip
+        require(
+            self.load_gate is None or (_number(self.load_gate) and self.load_gate > 0),
+            "Plasticity", "load_gate", self.load_gate, "a number > 0 or None",
         )  # fmt: skip
         if self.reference not in REFERENCES:
             raise unknown_name("reference", self.reference, REFERENCES)
@@ -114,15 +121,12 @@ class Plasticity:
         return max(shortest, self.refresh_evals) if self.refresh_evals is not None else 2 * shortest
 
 
-REFERENCES = ("auto", "fp32")
+REFERENCES = ("auto", "int8", "bf16", "fp32")
 
 
 def _number(value: object) -> bool:
     return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and value == value
-        and abs(value) < float("inf")
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < float("inf")
     )
 
 

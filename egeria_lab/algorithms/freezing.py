@@ -220,8 +220,7 @@ def _moved(state: dict[str, Any], device: torch.device | None, skip: str = "") -
     if device is None:
         return dict(state)
     return {
-        key: value.to(device) if isinstance(value, Tensor) and key != skip else value
-        for key, value in state.items()
+        key: value.to(device) if isinstance(value, Tensor) and key != skip else value for key, value in state.items()
     }
 
 
@@ -253,12 +252,8 @@ def freeze_layers(
     wanted = list(names)
     missing = [name for name in wanted if name not in submodules]
     if missing:
-        raise LayerError(
-            f"no submodule is called {missing[0]!r}; submodules: {', '.join(n for n in submodules if n)}."
-        )
-    layers = {
-        name: (list(submodules[name].modules()), list(submodules[name].parameters())) for name in wanted
-    }
+        raise LayerError(f"no submodule is called {missing[0]!r}; submodules: {', '.join(n for n in submodules if n)}.")
+    layers = {name: (list(submodules[name].modules()), list(submodules[name].parameters())) for name in wanted}
     freezer = Freezer(model, layers, optimizer, park_state=park_state)
     try:
         for name in wanted:

@@ -112,9 +112,8 @@ def layers(
     Args:
         model: any module.
         example: one batch of inputs; two samples are enough.
-        names: qualified names of the modules at whose outputs to cut, front to back, to decide it
-            yourself; the head is added when it is not named. Cuts are still proved, and each module must
-            run once in a forward pass.
+        names: qualified names of the modules at whose outputs to cut, front to back, to decide it yourself; the
+            head is added when it is not named. Cuts are still proved, and each module must run only once.
         forward: ``forward(model, example)`` when ``model(example)`` is not how the model is called.
 
     Raises:
@@ -138,17 +137,13 @@ def layers(
         if next(model.parameters(), None) is None:
             raise LayerError("the model has no weights: there is nothing to train and nothing to freeze.")
         if not weighted and names is None:
-            return LayerModules([_whole(model)])
+            whole = LayerModule("model", _title(model), model, list(model.modules()), list(model.parameters()))
+            return LayerModules([whole])  # nothing to cut: one layer module, the head
         if names is None:
             cuts = _automatic_cuts(model, calls, weighted, run, outputs)
         else:
             cuts = _named_cuts(calls, names, run, outputs)
         return _segments(model, calls, cuts, run)
-
-
-def _whole(model: nn.Module) -> LayerModule:
-    """A model without weighted submodules is one layer module, the head."""
-    return LayerModule("model", _title(model), model, list(model.modules()), list(model.parameters()))
 
 
 def _once(calls: list[Call]) -> set[nn.Module]:
@@ -196,9 +191,7 @@ def _automatic_cuts(
         places = [
             i
             for i in range(before, calls[after].first)
-            if calls[i].module in once
-            and tree_flatten(calls[i].output)[0]
-            and not calls[i].name.startswith(blocks)
+            if calls[i].module in once and tree_flatten(calls[i].output)[0] and not calls[i].name.startswith(blocks)
         ]
         places.sort(key=lambda i: (calls[i].name.count("."), -i))
         good = next((i for i in places if is_good_cut(calls, i, run, outputs)), None)
@@ -207,9 +200,7 @@ def _automatic_cuts(
     return cuts
 
 
-def _named_cuts(
-    calls: list[Call], names: Sequence[str], run: Callable[[], object], outputs: object
-) -> list[int]:
+def _named_cuts(calls: list[Call], names: Sequence[str], run: Callable[[], object], outputs: object) -> list[int]:
     known = list(dict.fromkeys(call.name for call in calls))
     once = _once(calls)
     cuts, positions = [], []
@@ -236,9 +227,7 @@ def _named_cuts(
     return cuts
 
 
-def _segments(
-    model: nn.Module, calls: list[Call], cuts: list[int], run: Callable[[], object]
-) -> LayerModules:
+def _segments(model: nn.Module, calls: list[Call], cuts: list[int], run: Callable[[], object]) -> LayerModules:
     ends = [*cuts, len(calls) - 1]
     uses: dict[nn.Module, set[int]] = {}
     for position, call in enumerate(calls):
@@ -257,10 +246,7 @@ def _segments(
         parameters = [p for p in model.parameters() if owners.get(id(p)) == index]
         main = _main_module(inside, names)
         shared = any(
-            owners.get(id(p), index) > index
-            for module in inside
-            for p in module._parameters.values()
-            if p is not None
+            owners.get(id(p), index) > index for module in inside for p in module._parameters.values() if p is not None
         )
         result.append(
             LayerModule(

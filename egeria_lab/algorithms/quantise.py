@@ -2,7 +2,7 @@
 
 Measured on one core of an AVX-512 CPU with 64 rows, which decided what is quantised how:
 
-* convolutions (with their batch norm, ReLU and additions) by static int8: 4-5 times faster than float32;
+* convolutions (with their batch norm, ReLU and additions) by static int8: 3-5 times faster than float32;
 * linear layers by dynamic int8, whose input range is taken from each batch: as fast as static int8 (0.6 to
   2.6 times float32, small ones slower), with a quarter to a half less error around GELU, and it works in
   any module, traceable or not;

@@ -62,7 +62,8 @@ class ReferenceModel(ModelTwin):
     """A snapshot of a model in low precision.
 
     Building it copies the structure and traces what can be traced: once, before training, on the thread that
-    builds (0.1 to 1 s). `refresh` and `activations` may then run on one other thread.
+    builds (ResNet-8 0.1 s, ResNet-56 0.6 s; models without convolutions 0.02 s). `refresh` and `activations`
+    may then run on one other thread.
 
     Args:
         model: the training model; it is read and never changed.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from egeria_lab.algorithms.activations import capture
 from egeria_lab.algorithms.background import Job, Workbench
-from egeria_lab.algorithms.distances import _normalised_gram, _sp_from_grams, distance
+from egeria_lab.algorithms.distances import distance, normalised_gram, sp_from_grams
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.model_copy import TensorName, cloned_state, to_cpu, unwrapped
 from egeria_lab.algorithms.model_twin import ModelTwin, Reduce, ending_after, running_here
@@ -274,4 +274,4 @@ def _private(leaf: Any) -> Any:
 def _measure(name: str) -> tuple[Reduce | None, Callable[[Tensor, Tensor], Tensor]]:
     """How an output is reduced at once, and how two reduced outputs are compared."""
     compare = distance(name)
-    return (_normalised_gram, _sp_from_grams) if name == "sp" else (None, compare)
+    return (normalised_gram, sp_from_grams) if name == "sp" else (None, compare)

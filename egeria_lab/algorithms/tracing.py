@@ -56,7 +56,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if name in buffers:
+                if name in buffers and not torch.equal(buffer, buffers[name]):  # unchanged ones keep their version
                     buffer.copy_(buffers[name])
 
 

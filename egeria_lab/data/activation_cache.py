@@ -30,6 +30,8 @@ OnEvent = Callable[[str, str], None]
 _SHARE_OF_FREE_DISK = 0.5
 _MEASURED_BATCHES = 8
 _ERROR_ROWS = 8
+# Waking another thread costs about 0.2 ms, as much as reading this much.
+_SMALL_BATCH_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class ActivationCache:
         dtype: ``"float32"`` keeps values as they were computed, bit for bit; ``"float16"``, ``"bfloat16"``
             and ``"int8"`` (with a scale for each sample) are smaller and round them.
         prefetch_batches: batches read ahead, >= 0; 0 reads when asked.
+        self_profiling: turn off where loading is measured to be slower than computing; False keeps on.
 
     Raises:
         InvalidSettingError: for a value out of range.
@@ -57,6 +60,7 @@ class ActivationCache:
     max_bytes: int | None = None
     dtype: str = "float32"
     prefetch_batches: int = 4
+    self_profiling: bool = True
 
     def __post_init__(self) -> None:
         owner = "ActivationCache"
@@ -67,6 +71,8 @@ class ActivationCache:
         require(self.dtype in DTYPES, owner, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         ahead = _whole(self.prefetch_batches) and self.prefetch_batches >= 0
         require(ahead, owner, "prefetch_batches", self.prefetch_batches, "a whole number >= 0")
+        switch = isinstance(self.self_profiling, bool)
+        require(switch, owner, "self_profiling", self.self_profiling, "True or False")
 
     @property
     def exact(self) -> bool:
@@ -178,8 +184,8 @@ class CachedPrefix:
         return max(held, default=None)
 
     def is_off(self, boundary: int) -> bool:
-        """True when this boundary is served no more: loading was slower, or the disk was lost."""
-        return self._lost or boundary in self._off
+        """True when this boundary is served no more: loading was slower, the disk was lost, or it is closed."""
+        return self._lost or boundary in self._off or not self._finalize.alive
 
     def fetch(self, boundary: int, ids: Tensor, views: Tensor) -> tuple[list[Tensor] | None, Tensor]:
         """The tensors of these samples, as far as they are held.
@@ -295,7 +301,8 @@ class CachedPrefix:
             coming = self._keys(*following)
             self._ahead.append(coming)
             for kept in self._boundaries.values():
-                if kept.store.holds(coming).any():
+                large = len(coming) * kept.store.row_bytes >= _SMALL_BATCH_BYTES
+                if large and kept.store.holds(coming).any():
                     self._prefetcher.give(kept.store, coming)
 
     def _open(self, boundary: int, tensors: list[Tensor]) -> _Boundary | None:
@@ -322,14 +329,14 @@ class CachedPrefix:
         if others and kept.store.bytes_for(len(keys)) + others > self._budget:
             self._close_others(boundary)  # the new boundary takes the place of the old one
         try:
-            taken = kept.store.write(keys, packed)
+            kept.store.write(keys, packed)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             kept.store.stop_growing()
             self._say_full(kept, f"the disk is full ({error.strerror})")
-            taken = kept.store.write(keys, packed)
-        if taken < len(np.unique(keys)):
+            kept.store.write(keys, packed)
+        if not kept.store.holds(keys).all():
             self._say_full(kept, "its budget is used up")
         if all(k.store.num_rows <= kept.store.num_rows for k in self._boundaries.values()):
             self._close_others(boundary)
@@ -368,7 +375,7 @@ class CachedPrefix:
         )
 
     def _compare_costs(self, boundary: int) -> None:
-        if len(self._load) < _MEASURED_BATCHES or not self._recompute:
+        if not self.settings.self_profiling or len(self._load) < _MEASURED_BATCHES or not self._recompute:
             return
         load, recompute = median(self._load), median(self._recompute)
         if load <= recompute:

@@ -209,7 +209,6 @@ class CacheStore:
     Example:
         >>> store = CacheStore(None, num_keys=10, row_bytes=4, max_bytes=8)
         >>> store.write(np.array([3, 5, 6]), np.array([[1] * 4, [2] * 4, [3] * 4], dtype=np.uint8))  # 2 fit
-        2
         >>> rows = np.zeros((2, 4), dtype=np.uint8)
         >>> store.read(np.array([5, 6]), rows).tolist(), rows[0].tolist()
         ([True, False], [2, 2, 2, 2])
@@ -250,8 +249,8 @@ class CacheStore:
         held: Mask = self._slots[keys] >= 0
         return held
 
-    def write(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows, replacing those that are there; returns how many keys have a row now.
+    def write(self, keys: Keys, rows: Rows) -> None:
+        """Keep rows, replacing those that are there, as far as the budget goes.
 
         Raises:
             OSError: ``ENOSPC`` when the disk is full (what was held before stays readable), another one when
@@ -268,7 +267,6 @@ class CacheStore:
             self._rows[slots[kept]] = rows[first[kept]]
             self._slots[keys[new]] = slots[new]
             self._used += len(new)
-        return len(kept)
 
     def read(self, keys: Keys, out: Rows) -> Mask:
         """Copy the held rows into `out` and say which those are; other rows of `out` stay as they are.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,18 @@ from egeria_lab.data.datasets import ArrayDataset
 from egeria_lab.errors import DataError
 
 
+class Views(Protocol):
+    """An augmentation with a finite, replayable set of views."""
+
+    views: int
+
+    def view_of(self, epoch: int, ids: Tensor) -> Tensor:
+        """The view that each sample gets in an epoch."""
+
+    def __call__(self, inputs: Any, ids: Tensor, views: Tensor) -> Any:
+        """The augmented inputs."""
+
+
 @dataclass(slots=True)
 class Batch:
     """One batch.
@@ -24,10 +36,12 @@ class Batch:
     Attributes:
         ids: int64 sample ids on the CPU, shape ``(b,)``; a sample keeps its id for the whole run.
         content: what the data set's collate made of the samples, usually ``(inputs, targets)``.
+        views: which of its finite set of augmentations each sample gets, int64, shape ``(b,)``; or None.
     """
 
     ids: Tensor
     content: Any
+    views: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.ids.numel())
@@ -68,6 +82,7 @@ class BatchSource:
         seed: decides the order, together with the epoch.
         shuffle: False gives ids in order.
         role: ``"training"`` or ``"validation"``, for error messages.
+        augment: decides the view of each sample in each epoch; applied by whoever trains.
 
     Raises:
         DataError: for empty or iterable-style data, a batch size larger than the data, or a loader without
@@ -82,13 +97,21 @@ class BatchSource:
     """
 
     def __init__(
-        self, data: Any, batch_size: int, *, seed: int, shuffle: bool = True, role: str = "training"
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        role: str = "training",
+        augment: Views | None = None,
     ) -> None:
         self.loader = data if isinstance(data, DataLoader) else None
         self.dataset: Any = data.dataset if self.loader is not None else data
         self.seed = seed
         self.shuffle = shuffle
         self.role = role
+        self.augment = augment
         _check_dataset(self.dataset, role)
         self.batch_size = self._loader_batch_size() if self.loader is not None else batch_size
         self.num_samples = len(self.dataset)
@@ -111,6 +134,17 @@ class BatchSource:
         Raises:
             DataError: when a loader's own sampler yields fewer batches than in the first epoch.
         """
+        for batch in self._batches(number, start):
+            if self.augment is not None:
+                batch.views = self.augment.view_of(number, batch.ids)
+            yield batch
+
+    def coming(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and views of the batches of one epoch from position `start` on, without their content."""
+        for ids in self._plan(number)[start:]:
+            yield ids, self.augment.view_of(number, ids) if self.augment is not None else torch.zeros_like(ids)
+
+    def _batches(self, number: int, start: int) -> Iterator[Batch]:
         plan = self._plan(number)
         if len(plan) < self.steps_per_epoch:
             raise DataError(
@@ -224,11 +258,7 @@ class _private_generator:  # noqa: N801 - used like a function
 
 
 def _check_dataset(dataset: Any, role: str) -> None:
-    if (
-        isinstance(dataset, IterableDataset)
-        or not isinstance(dataset, Sized)
-        or not hasattr(dataset, "__getitem__")
-    ):
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"the {role} data must be map-style (with __len__ and __getitem__), so that each sample keeps "
             f"its id; got {type(dataset).__name__}."

@@ -72,7 +72,7 @@ class Prefetcher:
     Example:
         >>> store = CacheStore(None, num_keys=4, row_bytes=2, max_bytes=100)
         >>> keys = np.array([2, 1])
-        >>> _ = store.write(keys, np.array([[5, 5], [6, 6]], dtype=np.uint8))
+        >>> store.write(keys, np.array([[5, 5], [6, 6]], dtype=np.uint8))
         >>> prefetcher = Prefetcher()
         >>> prefetcher.give(store, keys)
         >>> coming = prefetcher.take(store, keys)

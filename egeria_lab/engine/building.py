@@ -13,11 +13,20 @@ from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.config import derive_seed
+from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data
+from egeria_lab.data.replay_check import is_replayable
 from egeria_lab.errors import DataError, InvalidSettingError, LayerError, require, unknown_name
 
 
-def check_arguments(batch_size: int, epochs: float | None, seed: int, freeze: Any) -> None:
+def check_arguments(
+    batch_size: int, epochs: float | None, seed: int, freeze: Any, cache: Any = None, augment: Any = None
+) -> None:
+    """Raise for arguments of `Session` that are out of range, before anything is built.
+
+    Raises:
+        InvalidSettingError: with what was given, what is allowed and what to do.
+    """
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
     require(whole, "Session", "batch_size", batch_size, "a whole number >= 1")
     valid = epochs is None or (isinstance(epochs, (int, float)) and 0 < epochs < float("inf"))
@@ -25,6 +34,13 @@ def check_arguments(batch_size: int, epochs: float | None, seed: int, freeze: An
     require(isinstance(seed, int) and not isinstance(seed, bool), "Session", "seed", seed, "a whole number")
     known = freeze is None or isinstance(freeze, (Plasticity, Schedule, GradientNorm))
     require(known, "Session", "freeze", freeze, "lab.Plasticity(…), lab.Schedule(…), lab.GradientNorm(…) or None")
+    is_cache = cache is None or isinstance(cache, ActivationCache)
+    require(is_cache, "Session", "cache", cache, "lab.ActivationCache(…) or None")
+    if augment is not None and not hasattr(augment, "view_of"):
+        _, reason = is_replayable(augment)
+        raise InvalidSettingError(
+            f"augment must be lab.Augment(…) or lab.Replayable(…), got {augment!r}. {reason}".strip()
+        )
 
 
 def load_data(data: Any) -> tuple[Data, Any, Any]:

@@ -1,10 +1,11 @@
-"""Read plasticity at intervals: run reference and training model on the same rows, compare, record."""
+"""Ask for a plasticity reading at intervals, feed the rule with the one asked for before, and record it."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from egeria_lab.algorithms.costs import StepFlops
-from egeria_lab.algorithms.distances import distance
 from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
 from egeria_lab.algorithms.guard import Guard
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.plasticity import Reading
-from egeria_lab.algorithms.reference import Reference
+from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch
 from egeria_lab.engine.explain import explain_plasticity
 from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.readers import make_reader
 from egeria_lab.engine.trainer import Trainer
 from egeria_lab.errors import TrainingError
-from egeria_lab.events import BootstrapFinished, EventLog, ReferenceRefreshed
+from egeria_lab.events import BootstrapFinished, EventLog, ReadingSkipped, ReferenceRefreshed
 from egeria_lab.history import VERDICTS, History
 
 
@@ -36,6 +37,10 @@ class PlasticityMonitor:
     in training of a ResNet-8 the noise around the local trend was 0.85 of the value in the first layer,
     against 0.30 in eval mode; and right after a snapshot the distance is then not zero.
 
+    The verdict of a reading lands at the evaluation after it, never "when it happens to arrive": a worker
+    makes it meanwhile, and if it is late the step waits and the ledger counts that. So a run is repeatable
+    whether the worker is slow or not.
+
     The frontmost active layer is read every time. Others are read every n-th time, n being the smallest
     that keeps the counted FLOPs of readings within `monitor_budget`: a decision that depends on no clock.
 
@@ -45,6 +50,8 @@ class PlasticityMonitor:
         policy: the rule to feed.
         history: where readings go.
         events: where refreshes go.
+        load_gate: skip readings while the load average per core lies above this, or None.
+        delay_seconds: sleep before each piece of the worker's work, to try a slow one.
     """
 
     def __init__(
@@ -54,6 +61,9 @@ class PlasticityMonitor:
         policy: PlasticityPolicy,
         history: History,
         events: EventLog,
+        *,
+        load_gate: float | None = None,
+        delay_seconds: float = 0.0,
     ) -> None:
         self.trainer = trainer
         self.layers = layers
@@ -66,8 +76,18 @@ class PlasticityMonitor:
         self._readings_since_refresh = 0
         self._readings = 0
         self._refresh_reason: str | None = "first snapshot, at the start"
-        outputs = {layer.name: layer.output for layer in layers}
-        self.reference = Reference(trainer.model, outputs, lambda model, content: trainer.run_model(model, content))
+        self._asked: deque[int] = deque()  # steps of the readings that are under way
+        self.waited_seconds = 0.0
+        self.reader = make_reader(
+            trainer.model,
+            layers,
+            trainer.run_model,
+            engine=policy.settings.reference,
+            distance_name=policy.settings.distance,
+            seed=derive_seed(trainer.seed, "reference") % 2**31,
+            load_gate=load_gate,
+            delay_seconds=delay_seconds,
+        )
 
     def after_step(
         self,
@@ -135,7 +155,8 @@ class PlasticityMonitor:
         return explain_plasticity(layer, board, self.policy, self.latest)
 
     def close(self) -> None:
-        """Nothing to end: this monitor works in the calling thread."""
+        """End the worker; a reading that is under way is dropped."""
+        self.reader.close()
 
     def is_due(self, step: int) -> bool:
         """True when a reading follows this step."""
@@ -150,7 +171,7 @@ class PlasticityMonitor:
         pinned: Sequence[str],
         cost_ratio: float,
     ) -> list[Decision]:
-        """Make one reading and return what the rule decides.
+        """Collect the reading asked for last time, let the rule decide, and ask for the next one.
 
         Args:
             batch: the batch that was just trained on.
@@ -164,8 +185,27 @@ class PlasticityMonitor:
             TrainingError: when an activation is not finite.
         """
         start = time.perf_counter()
-        self._refresh_if_due(step)
-        values = self._distances(batch, frozen, cost_ratio)
+        decisions = self._evaluate(step, passes, frozen, pinned)
+        if not any(decision.action in ("freeze", "thaw") for decision in decisions):
+            # otherwise the frozen set is about to change, and with it the snapshot
+            rows = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, len(batch)))
+            with self.trainer.autocast():
+                self._refresh_if_due(step, rows)
+                self._ask(step, rows, self._wanted(frozen, cost_ratio))
+        self.seconds += time.perf_counter() - start
+        return decisions
+
+    def _evaluate(self, step: int, passes: float, frozen: Sequence[str], pinned: Sequence[str]) -> list[Decision]:
+        collected = self.reader.collect()
+        values: dict[str, float] = {}
+        generation = self.reader.generation
+        asked = step
+        if collected is not None:
+            values, generation, waited = collected
+            self.waited_seconds += waited
+            asked = self._asked.popleft()
+            _check_finite(values)
+        values = {name: value for name, value in values.items() if name not in frozen}
         was_bootstrapping = self.policy.bootstrapping
         readings, decisions = self.policy.evaluate(values, frozen=frozen, pinned=pinned, passes=passes)
         if was_bootstrapping and not self.policy.bootstrapping:
@@ -173,50 +213,38 @@ class PlasticityMonitor:
             self.events.append(BootstrapFinished(step=step, by="rule", loss_change=change or 0.0))
         self.latest.update(readings)
         for layer, reading in readings.items():
-            self._record(step, layer, reading)
-        self._readings_since_refresh += 1
-        self._readings += 1
-        self.seconds += time.perf_counter() - start
+            self._record(asked, layer, reading, generation)
         return decisions
 
-    def _refresh_if_due(self, step: int) -> None:
+    def _refresh_if_due(self, step: int, rows: Any) -> None:
         reason = self._refresh_reason
         if reason is None and self._readings_since_refresh >= self.policy.settings.readings_per_snapshot:
             reason = f"{self._readings_since_refresh} readings were made against the last one"
         if reason is None:
             return
-        self.reference.refresh()
+        generation = self.reader.snapshot(rows)
         self.policy.restart()
         self._readings_since_refresh = 0
         self._refresh_reason = None
+        engine = self.reader.engine
         self.events.append(
-            ReferenceRefreshed(
-                step=step, by="rule", generation=self.reference.generation,
-                engine=self.reference.engine, reason=reason,
-            )
-        )  # fmt: skip
+            ReferenceRefreshed(step=step, by="rule", generation=generation, engine=engine, reason=reason)
+        )
 
-    def _distances(self, batch: Batch, frozen: Sequence[str], cost_ratio: float) -> dict[str, float]:
-        wanted = [layer.name for layer in self.layers if layer.name not in frozen]
+    def _wanted(self, frozen: Sequence[str], cost_ratio: float) -> list[str]:
+        active = [layer.name for layer in self.layers if layer.name not in frozen]
         every = max(1, math.ceil(cost_ratio / self.policy.settings.monitor_budget))
-        if self._readings % every:
-            wanted = wanted[:1]
-        content = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, len(batch)))
-        last = self.layers.find(wanted[-1]).output if len(wanted) == 1 else None
-        with self.trainer.private_draws("probe", self._readings), self.trainer.autocast():
-            before = self.reference.activations(content, stop_after=last)
-            now = self.reference.current(content, stop_after=last)
-        measure = distance(self.policy.settings.distance)
-        values = {name: float(measure(now[name], before[name])) for name in wanted if name in now}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise TrainingError(
-                    f"the activations of {name} are not finite, so its plasticity cannot be read; lower the "
-                    "learning rate or check the inputs."
-                )
-        return values
+        return active if self._readings % every == 0 else active[:1]
 
-    def _record(self, step: int, layer: str, reading: Reading) -> None:
+    def _ask(self, step: int, rows: Any, wanted: list[str]) -> None:
+        if self.reader.submit(rows, wanted):
+            self._asked.append(step)
+            self._readings_since_refresh += 1
+            self._readings += 1
+        else:
+            self.events.append(ReadingSkipped(step=step, by="rule", reason="the machine is busy"))
+
+    def _record(self, step: int, layer: str, reading: Reading, generation: int) -> None:
         self.history.plasticity.append(
             step=step,
             layer=self.history.layer_names.index(layer),
@@ -226,8 +254,17 @@ class PlasticityMonitor:
             tolerance=reading.tolerance,
             stable=reading.stable,
             verdict=VERDICTS.index(reading.verdict),
-            generation=self.reference.generation,
+            generation=generation,
         )
+
+
+def _check_finite(values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the activations of {name} are not finite, so its plasticity cannot be read; lower the "
+                "learning rate or check the inputs."
+            )
 
 
 def _first_rows(content: Any, rows: int, batch_size: int) -> Any:

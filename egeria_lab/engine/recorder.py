@@ -73,6 +73,7 @@ class Recorder:
         self._measured: dict[tuple[str, ...], int] = {}
         self._full_saved_by_layer: list[int] = []
         self._boundary_bytes: list[int] = []
+        self._newest_set: tuple[str, ...] | None = None
         self._epoch = EpochTotals()
         self._samples = 0
         self._elapsed = 0.0
@@ -128,12 +129,16 @@ class Recorder:
         epoch: float,
         learning_rate: float,
         monitor_seconds: float,
+        forward_shares: Sequence[float] | None = None,
     ) -> StepRecord:
-        """Write down one finished step."""
+        """Write down one finished step; `forward_shares` tells how much of each layer's forward pass ran."""
         frozen = self.board.frozen
-        flops, full = self.flops(frozen).total * len(batch), self.flops(()).total * len(batch)
+        now = self.flops(frozen)
+        shares = forward_shares if forward_shares is not None else [1.0] * len(self.layers)
+        forward = sum(share * flops for share, flops in zip(shares, now.forward, strict=True))
+        flops, full = (forward + sum(now.backward)) * len(batch), self.flops(()).total * len(batch)
         book = self.book
-        first_of_set = book.saved_bytes != self._measured.get(frozen)
+        first_of_set, self._newest_set = frozen != self._newest_set, frozen
         book.steps += 1
         book.executed_flops += flops
         book.full_flops += full

@@ -10,10 +10,10 @@ from egeria_lab.algorithms.freeze_schedule import NEVER, Schedule, SchedulePolic
 from egeria_lab.algorithms.gradient_norm import GradientNorm, GradientNormPolicy
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.data.loaders import Batch
+from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.recorder import Recorder
-from egeria_lab.engine.schedules import Budget
 from egeria_lab.events import EventLog
 
 FreezeSettings = Plasticity | Schedule | GradientNorm
@@ -139,6 +139,7 @@ def make_rule(
     recorder: Recorder,
     events: EventLog,
     budget: Budget,
+    deterministic: bool = False,
 ) -> Rule | None:
     """The rule that some settings ask for, or None to freeze by hand only.
 
@@ -149,12 +150,14 @@ def make_rule(
         recorder: counts the FLOPs that a schedule is solved with, and holds trainer and history.
         events: where refreshes of the reference go.
         budget: tells the progress.
+        deterministic: no load gate.
 
     Raises:
         InvalidSettingError: when a schedule's saving target cannot be met.
     """
     if policy is not None:
-        return PlasticityMonitor(recorder.trainer, layers, policy, recorder.history, events)
+        gate = None if deterministic else policy.settings.load_gate
+        return PlasticityMonitor(recorder.trainer, layers, policy, recorder.history, events, load_gate=gate)
     if isinstance(settings, Schedule):
         solved = schedule_policy(settings, layers, recorder.flops(()), budget)
         return ScheduleRule(solved, budget, own_rates=settings.has_own_rates)

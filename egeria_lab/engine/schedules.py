@@ -6,9 +6,7 @@ Because they count in fractions, a longer budget or fewer steps an epoch re-plan
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +21,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from egeria_lab.algorithms.layers import LayerModules
-from egeria_lab.errors import InvalidSettingError, TrainingError, require, unknown_name
-
-STEP_LIMIT = "EGERIA_LAB_STEP_LIMIT"
-"""Environment variable that caps every budget, so that notebooks can be tried in seconds."""
+from egeria_lab.engine.budget import Budget
+from egeria_lab.errors import InvalidSettingError, unknown_name
 
 DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
 
@@ -103,86 +99,6 @@ def split_by_layer(optimizer: Optimizer, layers: LayerModules) -> None:
             if mine:
                 split.append({**group, "params": mine, "layer": layer.name})
     optimizer.param_groups[:] = split
-
-
-@dataclass
-class Budget:
-    """How long training is planned to be; schedules count against it.
-
-    Attributes:
-        steps_per_epoch: steps in one pass over the training data.
-        total_steps: step at which training ends.
-        decided: False while the length is only the default, so that the first `start(epochs=…)` decides it.
-
-    Example:
-        >>> budget = Budget(steps_per_epoch=10, total_steps=200, decided=False)
-        >>> budget.target(done=0, epochs=5), budget.total_steps
-        (50, 50)
-        >>> budget.target(done=50, steps=7), budget.total_steps
-        (57, 57)
-    """
-
-    steps_per_epoch: int
-    total_steps: int
-    decided: bool = True
-
-    def __post_init__(self) -> None:
-        self._clip()
-
-    def _clip(self) -> None:
-        limit = os.environ.get(STEP_LIMIT, "")
-        if limit.isdigit():
-            self.total_steps = min(self.total_steps, int(limit))
-
-    def check_left(self, done: int) -> None:
-        """Raise when no step is left.
-
-        Raises:
-            TrainingError: when `done` steps use up the budget.
-        """
-        if done >= self.total_steps:
-            raise TrainingError(
-                f"the budget of {self.total_steps} steps is used up; session.extend(epochs=1) lengthens it, "
-                "and run(epochs=…) or start(epochs=…) do so by themselves."
-            )
-
-    def target(self, done: int, steps: int | None = None, epochs: float | None = None) -> int:
-        """The step up to which a run goes that is asked for so many steps or epochs from here.
-
-        Without either it goes to the end of the budget. A longer run lengthens the budget.
-
-        Raises:
-            InvalidSettingError: when both are given, or one is not > 0.
-            TrainingError: when neither is given and nothing is left.
-        """
-        if steps is not None and epochs is not None:
-            raise InvalidSettingError(f"give steps or epochs, not both: got {steps=} and {epochs=}.")
-        if steps is None and epochs is None:
-            self.check_left(done)
-            return self.total_steps
-        amount = steps if steps is not None else epochs
-        valid = isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < float("inf")
-        require(valid, "Session", "steps" if epochs is None else "epochs", amount, "a number > 0")
-        assert amount is not None
-        more = round(amount if steps is not None else amount * self.steps_per_epoch)
-        target = done + max(1, more)
-        decides = done == 0 and not self.decided and epochs is not None
-        if target > self.total_steps or decides:
-            self.decided, self.total_steps = True, target
-            self._clip()
-        return min(target, self.total_steps)
-
-    def extend(self, epochs: float) -> None:
-        """Add passes over the training data.
-
-        Raises:
-            InvalidSettingError: when `epochs` is not a number > 0.
-        """
-        valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
-        require(valid, "Session.extend", "epochs", epochs, "a number > 0")
-        self.total_steps += max(1, round(epochs * self.steps_per_epoch))
-        self.decided = True
-        self._clip()
 
 
 def _cosine(progress: float) -> float:

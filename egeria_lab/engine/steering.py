@@ -56,6 +56,7 @@ class Steering:
         self.schedule = schedule
         self.events = events
         self.rule = rule
+        self.on_thaw: Callable[[str], None] | None = None
         self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
             c.FreezeLayer: self._freeze,
             c.ThawLayer: self._thaw,
@@ -125,6 +126,8 @@ class Steering:
         row.frozen = False
         row.set(step, reason, by)
         self._tell_rule(f"{layer} was thawed")
+        if self.on_thaw is not None:
+            self.on_thaw(f"{layer} was thawed")
 
     def _tell_rule(self, reason: str) -> None:
         if self.rule is not None:

@@ -18,7 +18,7 @@ from egeria_lab.algorithms.layers import LayerModules, layers
 from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
-from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.data.loaders import Batch, BatchSource, Views
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy
 from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
 
@@ -60,6 +60,8 @@ class Trainer:
             with loss scaling.
         max_grad_norm: clip the gradient norm of active parameters to this, or None.
         seed: decides dropout and other draws inside the model, together with the step.
+        augment: applied to the inputs of training batches ``(inputs, targets)``, or None.
+        deterministic: on a GPU, use deterministic algorithms only.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Trainer:
         precision: str = "auto",
         max_grad_norm: float | None = None,
         seed: int = 0,
+        augment: Views | None = None,
+        deterministic: bool = False,
     ) -> None:
         if precision not in PRECISIONS:
             raise unknown_name("precision", precision, PRECISIONS)
@@ -94,6 +98,9 @@ class Trainer:
         self.precision = precision
         self.max_grad_norm = max_grad_norm
         self.seed = seed
+        self.augment = augment
+        self.deterministic = deterministic
+        self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
         self.layers = LayerModules([])
         self._checked: tuple[str, ...] = ()
         # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
@@ -144,11 +151,11 @@ class Trainer:
         start = time.perf_counter()
         self._set_train_mode()
         graphs = self._graphs_so_far()
-        content = self.to_device(batch.content)
-        with self.private_draws("step", number), self._buffers_kept_on_error():
+        content = self._augmented(batch)
+        with self._deterministic(), self.private_draws("step", number), self._buffers_kept_on_error():
             self.optimizer.zero_grad(set_to_none=True)
             with self.autocast(), around_forward:
-                outputs, targets = self.run_model(self.model if self.compiled is None else self.compiled, content)
+                outputs, targets = self._run_to_train(batch, content)
                 losses = self.checked_loss(outputs, targets, batch)
             loss = losses.mean()
             value = loss.item()
@@ -177,6 +184,31 @@ class Trainer:
         if self.compiled is None or "torch._dynamo.utils" not in sys.modules:
             return 0
         return int(sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"])
+
+    def _run_to_train(self, batch: Batch, content: Any) -> tuple[Any, Any]:
+        if self.forward_pass is not None:
+            return self.forward_pass(batch, content)
+        return self.run_model(self.model if self.compiled is None else self.compiled, content)
+
+    def _augmented(self, batch: Batch) -> Any:
+        content = self.to_device(batch.content)
+        if self.augment is None or batch.views is None:
+            return content
+        if not isinstance(content, (tuple, list)) or len(content) != 2:
+            raise DataError("augment= works on batches (inputs, targets); augment other batches inside forward=.")
+        return self.augment(content[0], batch.ids, batch.views), content[1]
+
+    @contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        if not self.deterministic or self.device.type != "cuda":
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
     def _update(self, loss: Tensor) -> None:
         """Backward pass and optimizer step; loss scaling skips the step when a gradient overflowed."""
@@ -287,24 +319,3 @@ class Trainer:
             "Lower the learning rate (session.override('optimizer.lr', …)) or check the inputs for values "
             "that are not finite."
         )
-
-
-def choose_device(device: str | torch.device) -> torch.device:
-    """The device to train on: ``"auto"`` takes a GPU when there is one.
-
-    Raises:
-        InvalidSettingError: when the device is not there.
-
-    Example:
-        >>> choose_device("cpu")
-        device(type='cpu')
-    """
-    if isinstance(device, str) and device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidSettingError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidSettingError(f"device={device!r} was asked for, but torch finds no GPU; use 'auto' or 'cpu'.")
-    return chosen

@@ -197,13 +197,13 @@ def test_one_feature_a_sample_and_one_sample_work() -> None:
 
 def test_bad_input_is_named() -> None:
     a, b = random_pair()
-    with pytest.raises(InvalidSettingError, match="got 8 and 7 rows"):
+    with pytest.raises(InvalidSettingError, match=r"got 8 and 7 rows"):
         sp_distance(a, b[:7])
-    with pytest.raises(InvalidSettingError, match="got 8 and 7 rows"):
+    with pytest.raises(InvalidSettingError, match=r"got 8 and 7 rows"):
         linear_cka_distance(a, b[:7])
     with pytest.raises(InvalidSettingError, match=r"equal shapes: got \(8, 12\) and \(8, 5\).*'sp' and 'cka'"):
         cosine_distance(a, b[:, :5])
-    with pytest.raises(InvalidSettingError, match="scalar"):
+    with pytest.raises(InvalidSettingError, match=r"scalar"):
         sp_distance(torch.tensor(1.0), torch.tensor(1.0))
     with pytest.raises(UnknownNameError, match=r"Unknown distance 'spp'\. Did you mean 'sp'\? Known: sp, cka"):
         distance("spp")

@@ -523,7 +523,7 @@ def test_thaw_rules_by_hand() -> None:
     ],
 )
 def test_settings_check_themselves(field: str, value: Any, message: str) -> None:
-    with pytest.raises(InvalidSettingError, match=f"Plasticity.{field} must be .*{message}"):
+    with pytest.raises(InvalidSettingError, match=rf"Plasticity.{field} must be .*{message}"):
         Plasticity(**{field: value})
 
 

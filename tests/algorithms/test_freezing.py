@@ -47,7 +47,12 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(
-    model: nn.Module, optimizer: Optimizer, numbers: Sequence[int], *, set_to_none: bool = True, call_train: bool = False
+    model: nn.Module,
+    optimizer: Optimizer,
+    numbers: Sequence[int],
+    *,
+    set_to_none: bool = True,
+    call_train: bool = False,
 ) -> list[float]:
     losses = []
     for number in numbers:
@@ -150,7 +155,9 @@ def test_a_thawed_layer_goes_on_as_if_it_had_been_paused(kind: str) -> None:
     twin.load_state_dict(model.state_dict())
     own = OPTIMIZERS[kind](list(twin.parameters()))
     for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        own.state[mine] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[theirs].items()}
+        own.state[mine] = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[theirs].items()
+        }
     train(model, optimizer, [20])
     train(twin, own, [20])
     assert same(snapshot(model), snapshot(twin))
@@ -277,7 +284,7 @@ def test_freezing_the_last_trainable_layer_is_refused() -> None:
     freezer = Freezer(model, parts(model), optimizer)
     freezer.freeze("0")
     freezer.freeze("2")
-    with pytest.raises(LayerError, match="1 holds the last trainable parameters.*Thaw another layer first"):
+    with pytest.raises(LayerError, match=r"1 holds the last trainable parameters.*Thaw another layer first"):
         freezer.freeze("1")
     assert freezer.frozen == ("0", "2")
     assert all(p.requires_grad for p in model[1].parameters())
@@ -381,9 +388,9 @@ def test_weight_norm_freezes_the_true_leaf() -> None:
 
 def test_unknown_names() -> None:
     model = net()
-    with pytest.raises(LayerError, match="no layer '7'; layers: 0, 1, 2"):
+    with pytest.raises(LayerError, match=r"no layer '7'; layers: 0, 1, 2"):
         Freezer(model, parts(model)).freeze("7")
-    with pytest.raises(LayerError, match="no submodule is called 'encoder'; submodules: 0, 0.0"):
+    with pytest.raises(LayerError, match=r"no submodule is called 'encoder'; submodules: 0, 0.0"):
         freeze_layers(model, ["0", "encoder"])
     assert hooks(model) == 0
     assert all(p.requires_grad for p in model.parameters())
@@ -408,7 +415,7 @@ def test_freeze_layers_in_somebodys_own_loop() -> None:
 def test_freeze_layers_undoes_everything_when_it_would_leave_nothing_to_train() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(LayerError, match="last trainable"):
+    with pytest.raises(LayerError, match=r"last trainable"):
         freeze_layers(model, ["0", "1", "2"], optimizer)
     assert hooks(model) == 0
     assert all(p.requires_grad for p in model.parameters())

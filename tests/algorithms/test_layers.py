@@ -173,7 +173,7 @@ def test_a_layer_that_runs_twice_is_one_layer_with_what_follows() -> None:
     found = layers(model, torch.randn(2, 4))
     assert found.names == ["first", "again"]
     assert [layer.num_parameters for layer in found] == [40, 72 + 27]
-    with pytest.raises(LayerError, match="'again' runs more than once"):
+    with pytest.raises(LayerError, match=r"'again' runs more than once"):
         layers(model, torch.randn(2, 4), names=["first", "again"])
 
 
@@ -296,7 +296,7 @@ def test_the_table_finds_by_name_and_prints() -> None:
     assert found.find("layers.2") is found[2]
     assert found.index_of("layers.2") == 2
     assert len(found) == 4
-    with pytest.raises(UnknownNameError, match="Unknown layer 'layer.2'. Did you mean 'layers.2'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown layer 'layer.2'. Did you mean 'layers.2'"):
         found.find("layer.2")
     assert "dense 64→256" in repr(found)
     assert "16,640" in repr(found)
@@ -310,9 +310,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     return {
         "attributes": {name: sorted(module.__dict__) for name, module in model.named_modules()},
         "modes": {name: module.training for name, module in model.named_modules()},
-        "hooks": [
-            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()
-        ],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()],
         "flags": [p.requires_grad for p in model.parameters()],
         "gradients": [None if p.grad is None else p.grad.clone().tolist() for p in model.parameters()],
         "state": {name: tensor.clone().tolist() for name, tensor in model.state_dict().items()},

@@ -42,7 +42,7 @@ def test_slope_keeps_precision_on_a_large_level() -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0]])
 def test_one_value_has_no_slope(values: list[float]) -> None:
-    with pytest.raises(ValueError, match=f"at least 2 values, got {len(values)}"):
+    with pytest.raises(ValueError, match=rf"at least 2 values, got {len(values)}"):
         linear_slope(values)
 
 

@@ -79,9 +79,7 @@ def test_crop_is_a_window_of_the_padded_image() -> None:
     padded = F.pad(IMAGES, (2, 2, 2, 2))
     places = set()
     for image, result in zip(padded, out, strict=True):
-        found = [
-            (y, x) for y in range(5) for x in range(5) if torch.equal(image[:, y : y + 9, x : x + 7], result)
-        ]
+        found = [(y, x) for y in range(5) for x in range(5) if torch.equal(image[:, y : y + 9, x : x + 7], result)]
         assert len(found) == 1
         places.add(found[0])
     assert len(places) > 10
@@ -99,8 +97,8 @@ def test_flip_mirrors_about_half_of_the_samples() -> None:
 
 
 def test_cutout_clears_a_square() -> None:
-    images = torch.ones(200, 1, 12, 12)
-    ids = torch.arange(200)
+    images = torch.ones(2000, 1, 12, 12)
+    ids = torch.arange(2000)
     out = Augment(cutout=4)(images, ids, zeros(ids))
     cleared = (out == 0).flatten(1).sum(1)
     assert int(cleared.max()) == 16
@@ -185,7 +183,8 @@ def marked() -> Normalise:
 
 
 @pytest.mark.parametrize(
-    "transform", [None, Augment(flip=True), Replayable(lambda x, i, v: x), marked(), Compose(marked(), None), [marked()]]
+    "transform",
+    [None, Augment(flip=True), Replayable(lambda x, i, v: x), marked(), Compose(marked(), None), [marked()]],
 )
 def test_replayable_transforms_are_recognised(transform: Any) -> None:
     assert is_replayable(transform) == (True, "")

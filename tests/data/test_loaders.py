@@ -248,7 +248,7 @@ def test_a_sampler_that_yields_fewer_batches_than_before_is_named() -> None:
     source = BatchSource(DataLoader(Rows(10), batch_sampler=Shrinking()), 999, seed=1)
     assert source.steps_per_epoch == 4
     assert len(list(source.epoch(0))) == 4
-    with pytest.raises(DataError, match="yields 3 batches in epoch 1 and yielded 4 in the first"):
+    with pytest.raises(DataError, match=r"yields 3 batches in epoch 1 and yielded 4 in the first"):
         next(source.epoch(1))
 
 
@@ -285,7 +285,7 @@ def test_a_sample_that_fails_leaves_generators_as_they_were() -> None:
             raise OSError(f"cannot read {index}")
 
     state = random.getstate()
-    with pytest.raises(OSError, match="cannot read"):
+    with pytest.raises(OSError, match=r"cannot read"):
         next(BatchSource(Fails(5), 2, seed=0).epoch(0))
     assert random.getstate() == state
 

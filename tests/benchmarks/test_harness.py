@@ -1,0 +1,66 @@
+"""The form of a suite's figures, the timing in turn, and the rank correlation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from egeria_lab.benchmarks.harness import Timing, goal, interleave, result, write
+from egeria_lab.benchmarks.reference import spearman
+from egeria_lab.errors import InvalidSettingError
+
+
+def test_functions_run_in_turn_and_the_order_turns() -> None:
+    ran: list[str] = []
+    time = iter(range(1000))
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: ran.append(name)
+
+    timings = interleave({"a": work("a"), "b": work("b")}, rounds=3, clock=lambda: float(next(time)))
+    assert ran == ["a", "b", "a", "b", "b", "a", "a", "b"]  # the first two are not counted
+    assert timings["a"].seconds == timings["b"].seconds == (1.0, 1.0, 1.0)
+    with pytest.raises(InvalidSettingError, match="rounds"):
+        interleave({}, rounds=0)
+
+
+def test_one_slow_moment_moves_no_ratio() -> None:
+    slow, fast = Timing((2.0, 200.0, 2.0, 2.0)), Timing((1.0, 100.0, 1.0, 1.0))
+    assert slow.ratio_to(fast) == 2.0
+    assert fast.median_seconds == 1.0
+    assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).spread_seconds == 2.0
+    assert Timing((1.0,)).spread_seconds == 0.0
+
+
+def test_goals_are_met_or_not() -> None:
+    assert goal("a", 2.0, 2.0, ">=")["met"]
+    assert not goal("a", 2.1, 2.0, "<=")["met"]
+    assert not goal("a", float("nan"), 2.0, "<=")["met"]
+    with pytest.raises(InvalidSettingError, match="sense"):
+        goal("a", 1.0, 1.0, "<")
+
+
+def test_written_figures_come_back_and_the_page_stands_alone(tmp_path: Path) -> None:
+    found = result("demo", [{"name": "<b>", "seconds": 0.5}, {"name": "c", "bytes": 3}], [], [0, 1])
+    as_json, as_page = write(found, tmp_path / "bench")
+    assert json.loads(as_json.read_text()) == found
+    assert set(found) == {"suite", "machine", "versions", "seeds", "rows", "goals"}
+    text = as_page.read_text()
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+    assert "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [5, 6, 7, 8, 7], 0.8207826816681233),  # a textbook case with one tie
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 1, 1], [1, 2, 3], 0.0),
+    ],
+)
+def test_rank_correlation(a: list[float], b: list[float], expected: float) -> None:
+    assert spearman(a, b) == pytest.approx(expected)
