@@ -1,4 +1,4 @@
-"""The command line: ``egeria-lab lab``, ``demo`` and ``doctor``. Exit status 0 only on success."""
+"""The command line: ``egeria-lab lab``, ``demo``, ``bench`` and ``doctor``. Exit status 0 only on success."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from egeria_lab import __version__, data, models
+from egeria_lab.benchmarks.harness import write
+from egeria_lab.benchmarks.suites import SUITES, suite
 from egeria_lab.demo import DemoResult, run_demo
 from egeria_lab.doctor import examine
 from egeria_lab.errors import EgeriaLabError, InvalidSettingError
@@ -69,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     demo.set_defaults(command=_demo)
 
+    bench = commands.add_parser("bench", parents=[common], help="measure on this machine, interleaved")
+    known = "; ".join(f"{name}: {about}" for name, (_, about) in SUITES.items())
+    bench.add_argument("suites", nargs="*", metavar="suite", help=f"default: all. {known}")
+    bench.add_argument("--quick", action="store_true", help="minutes instead of publication quality")
+    bench.add_argument("--output", default="bench", help="folder for <suite>.json and <suite>.html (default bench)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object a suite on stdout, one a line")
+    bench.set_defaults(command=_bench)
+
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine has and what is used")
     doctor.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     doctor.set_defaults(command=_doctor)
@@ -111,9 +121,7 @@ def _demo_in_words(result: DemoResult) -> str:
     compared = [["with freezing", percent(result.final_accuracy), f"{_seconds(session):.1f}"]]
     if result.baseline_accuracy is not None:
         saved = result.time_saved_fraction or 0.0
-        compared.append(
-            ["without", percent(result.baseline_accuracy), f"{_seconds(session) / (1 - saved):.1f}"]
-        )
+        compared.append(["without", percent(result.baseline_accuracy), f"{_seconds(session) / (1 - saved):.1f}"])
     parts = [
         text_table(["run", "validation accuracy", "seconds, watching included"], compared),
         f"Saved: {percent(result.flops_saved_fraction)} of the FLOPs (counted), "
@@ -130,6 +138,30 @@ def _demo_in_words(result: DemoResult) -> str:
 def _seconds(session: Session) -> float:
     book = session.savings().book
     return book.train_seconds + book.monitor_seconds
+
+
+def _bench(options: argparse.Namespace) -> int:
+    names = options.suites or list(SUITES)
+    chosen = {name: suite(name) for name in names}  # all names are checked before the first is run
+    for name, run in chosen.items():
+        found = run(options.quick)
+        pages = write(found, options.output)
+        if options.json:
+            print(json.dumps(found), flush=True)
+            continue
+        heads = list(dict.fromkeys(key for row in found["rows"] for key in row))
+        rows = [[_figure(row.get(head, "")) for head in heads] for row in found["rows"]]
+        goals = [
+            [goal["name"], _figure(goal["value"]), f"{goal['sense']} {goal['goal']}", "yes" if goal["met"] else "no"]
+            for goal in found["goals"]
+        ]
+        print(f"{name}\n\n{text_table(heads, rows)}\n\n{text_table(['goal', 'value', 'wanted', 'met'], goals)}")
+        print("\nwritten: " + ", ".join(str(page) for page in pages) + "\n", flush=True)
+    return 0
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -273,6 +273,8 @@ class PrefixRunner:
                 f"boundary {boundary} is no cut: the model has {len(self.layers)} layer modules, and the last "
                 "one always runs."
             )
+        if any(_is_compiled(module) for module in self.model.modules()):
+            return "parts of the model are compiled by torch.compile, which would compile every skip anew."
         name = self.layers[boundary].name
         trace, run, outputs = self._record()
         if isinstance(trace, str):
@@ -480,6 +482,10 @@ def _not_cacheable(template: _Template) -> str:
             )
             return f"it holds a tensor of shape ({shape}), which does not have the samples in front"
     return ""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """What the activation cache saves of a training step, and whether it changes a bit.
 
-One model with a frozen prefix is trained on the same batches in three ways, in turn, batch by batch: without a
-cache, with a cold one (every row is computed and written) and with a warm one (every row is loaded).
+One model with a frozen prefix is trained on the same batches in four ways, in turn, batch by batch: without a
+cache, with a cold one (every row is computed and written), with a warm one (every row is loaded), and with the
+prefix's outputs lying in memory, which is the most that any cache could save. (The prefix timed by itself is no
+measure: memory that a step reuses is asked of the system anew, which takes longer than the arithmetic.)
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ SEED = 0
 BATCH = 128
 SHAPE, CLASSES = (1, 28, 28), 10
 WARM_GOAL = 1.0  # a warm cache never costs time …
-SHARE_GOAL = 0.8  # … and saves most of the forward pass that it replaces
+SHARE_GOAL = 0.8  # … and saves most of what could be saved
 COLD_GOAL = 1.25  # while filling it costs little
 CASES = (("resnet8", 1), ("resnet14", 4), ("transformer", 2))  # name, boundary
 QUICK_CASES = (("resnet8", 1), ("transformer", 2))
 
 
 def run(quick: bool = False) -> Result:
-    """Measure the three ways.
+    """Measure the four ways.
 
     Args:
-        quick: fewer models and batches, about half a minute on one core.
+        quick: fewer models and batches, about half a minute on one core; else two minutes.
 
     Example:
         >>> run(quick=True)["suite"]  # doctest: +SKIP
@@ -65,8 +67,8 @@ def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         goal("warm_step_ratio, worst", max(row["warm_step_ratio"] for row in rows), WARM_GOAL, "<="),
         goal("cold_step_ratio, worst", max(row["cold_step_ratio"] for row in rows), COLD_GOAL, "<="),
         goal(
-            "saved_share_of_prefix_forward, mean",
-            sum(row["saved_share_of_prefix_forward"] for row in rows) / len(rows),
+            "saved_share_of_possible, mean",
+            sum(row["saved_share_of_possible"] for row in rows) / len(rows),
             SHARE_GOAL,
             ">=",
         ),
@@ -88,7 +90,12 @@ class _Way:
         self.runner = PrefixRunner(self.model, self.found, inputs[:3])
         self.cache = cache
         self.forward = None if cache is None else CachedForward(self.runner, cache, BATCH)
+        self.held: dict[int, Any] = {}  # first id of a batch → what crosses the cut
         self.losses: list[float] = []
+
+    def hold(self, order: list[Tensor], inputs: Tensor) -> None:
+        """Keep the outputs of the prefix in memory, and use them from now on."""
+        self.held = {int(ids[0]): self.runner.run_until(self.boundary, inputs[ids]) for ids in order}
 
     def step(self, ids: Tensor, inputs: Tensor, targets: Tensor) -> float:
         """Train on one batch; answers with its seconds."""
@@ -103,13 +110,15 @@ class _Way:
         return seconds
 
     def _outputs(self, ids: Tensor, inputs: Tensor) -> Any:
+        if self.held:
+            return self.runner.run_from(self.boundary, self.held[int(ids[0])], inputs)
         if self.forward is None:
             return self.model(inputs)
         return self.forward(self.boundary, ids, torch.zeros_like(ids), inputs)
 
 
 class _Case:
-    """One model and boundary, measured in three ways."""
+    """One model and boundary, measured in four ways."""
 
     def __init__(self, name: str, boundary: int, dtype: str, batches: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -119,7 +128,7 @@ class _Case:
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """The row of the report."""
-        order = list(torch.arange(len(self.inputs)).split(BATCH))
+        order = [torch.arange(start, start + BATCH) for start in range(0, len(self.inputs), BATCH)]
         with ExitStack() as stack:
             folder = stack.enter_context(TemporaryDirectory())
             settings = ActivationCache(directory=folder, dtype=self.dtype, self_profiling=False)
@@ -130,7 +139,9 @@ class _Case:
                 "none": _Way(self.name, self.boundary, self.inputs, None),
                 "cold": _Way(self.name, self.boundary, self.inputs, caches[0]),
                 "warm": _Way(self.name, self.boundary, self.inputs, caches[1]),
+                "held": _Way(self.name, self.boundary, self.inputs, None),
             }
+            ways["held"].hold(order, self.inputs)
             self._epoch(ways, order)  # fills the warm one, proves the boundary
             seconds: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(rounds):
@@ -148,13 +159,12 @@ class _Case:
         for number, ids in enumerate(order):
             batch = self.inputs[ids], self.targets[ids]
             names = list(ways)
-            for name in names[number % 3 :] + names[: number % 3]:
+            for name in names[number % 4 :] + names[: number % 4]:
                 seconds[name].append(ways[name].step(ids, *batch))
         return seconds
 
     def _row(self, ways: dict[str, _Way], timings: dict[str, Timing], warm: CachedPrefix) -> dict[str, Any]:
-        none = timings["none"].median_seconds
-        prefix = self._prefix_seconds(ways["none"].runner)
+        none, held = timings["none"].median_seconds, timings["held"].median_seconds
         statistics = warm.statistics
         return {
             "name": f"{self.name}, {self.boundary + 1} of {len(ways['none'].found)} layers frozen, {self.dtype}",
@@ -164,22 +174,14 @@ class _Case:
             "warm_step_seconds": timings["warm"].median_seconds,
             "warm_step_ratio": timings["warm"].ratio_to(timings["none"]),
             "cold_step_ratio": timings["cold"].ratio_to(timings["none"]),
-            "prefix_forward_seconds": prefix,
-            "saved_share_of_prefix_forward": (none - timings["warm"].median_seconds) / prefix,
+            "held_in_memory_step_seconds": held,
+            "saved_share_of_possible": (none - timings["warm"].median_seconds) / (none - held),
             "prefix_flops_share": self._flops_share(ways["none"]),
             "wait_seconds_per_row": statistics.wait_seconds / max(1, statistics.hits),
             "bytes_per_row": statistics.num_bytes // max(1, statistics.rows),
             "relative_error": statistics.relative_error,
-            "bit_equal": ways["none"].losses == ways["cold"].losses == ways["warm"].losses,
+            "bit_equal": all(way.losses == ways["none"].losses for way in ways.values()),
         }
-
-    def _prefix_seconds(self, runner: PrefixRunner) -> float:
-        seconds = []
-        for ids in torch.arange(len(self.inputs)).split(BATCH):
-            start = time.perf_counter()
-            runner.run_until(self.boundary, self.inputs[ids])
-            seconds.append(time.perf_counter() - start)
-        return Timing(tuple(seconds)).median_seconds
 
     def _flops_share(self, way: _Way) -> float:
         """FLOPs of the prefix's forward pass as a share of a whole step without a cache."""

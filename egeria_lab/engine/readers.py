@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from egeria_lab.algorithms.distances import distance
@@ -58,10 +60,15 @@ class SynchronousReader:
         forward: ``forward(model, content)`` runs the model.
         distance_name: which distance.
         why: why readings are not made by a worker.
+        seed: of draws that the model makes in eval mode, the same for both sides of a reading.
     """
 
-    def __init__(self, model: nn.Module, layers: LayerModules, forward: Forward, distance_name: str, why: str) -> None:
+    def __init__(
+        self, model: nn.Module, layers: LayerModules, forward: Forward, distance_name: str, why: str, seed: int = 0
+    ) -> None:
         self._layers = layers
+        self._seed = seed
+        self._gpus = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
         self._reference = Reference(model, {layer.name: layer.output for layer in layers}, forward)
         self._distance = distance(distance_name)
         self._done: list[tuple[dict[str, float], int, float]] = []
@@ -90,11 +97,22 @@ class SynchronousReader:
     def submit(self, content: object, wanted: Sequence[str]) -> bool:
         """Make the reading now and keep it until it is collected."""
         last = self._layers.find(wanted[-1]).output
-        before = self._reference.activations(content, stop_after=last)
-        now = self._reference.current(content, stop_after=last)
+        with self._own_draws():
+            before = self._reference.activations(content, stop_after=last)
+        with self._own_draws():
+            now = self._reference.current(content, stop_after=last)
         values = {name: float(self._distance(now[name], before[name])) for name in wanted if name in now}
         self._done.append((values, self._reference.generation, 0.0))
         return True
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=self._gpus):
+            torch.default_generator.manual_seed(self._seed)
+            for gpu in self._gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(self._seed)
+            yield
 
     def collect(self, timeout: float | None = None) -> tuple[dict[str, float], int, float] | None:
         """The oldest reading, without waiting."""
@@ -154,4 +172,4 @@ def make_reader(
             delay_seconds=delay_seconds,
         )
     except LayerError as error:
-        return SynchronousReader(model, layers, forward, distance_name, str(error))
+        return SynchronousReader(model, layers, forward, distance_name, str(error), seed)

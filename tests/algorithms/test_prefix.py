@@ -273,6 +273,13 @@ def test_a_cut_inside_a_skip_connection_is_refused() -> None:
     assert "needs more from the front" in reason
 
 
+def test_compiled_parts_are_refused() -> None:
+    model, runner, _ = make("resnet", 0)
+    block = model.get_submodule("layers.2")
+    block._compiled_call_impl = block._call_impl  # what block.compile() leaves, without the compiler
+    assert "torch.compile" in runner.check(0)
+
+
 def test_samples_must_lie_in_front() -> None:
     model = Encoder(batch_first=False)
     batch = torch.randn(4, 5, 16)
