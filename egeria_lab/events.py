@@ -3,6 +3,7 @@
 An event holds plain data only (no tensor, no module, no session), so that it can cross threads, be
 written to disk and be drawn. Every event knows the `step` after which it holds (the number of finished
 steps) and `by` whom it was caused: ``"rule"``, ``"user"``, ``"dashboard"`` or ``"session"``.
+The file is one piece because it is a list: to know what can happen, read it from top to bottom.
 """
 
 from __future__ import annotations

@@ -150,6 +150,7 @@ class Session:
         self._lock = threading.RLock()
         self._batches: Any = None
         self._steps_done = 0
+        self._view: Any = None
         self._busy = False
         self._graphs = 0
         self.commands.on_put(self._on_command)
@@ -377,8 +378,13 @@ class Session:
         return self.events.subscribe(callback, event)
 
     def dashboard(self) -> Any:
-        """The live dashboard, before, during and after training; show it as a cell's last line."""
-        return importlib.import_module("egeria_lab.dashboard.app").Dashboard(self)
+        """The live dashboard, before, during and after training; show it as a cell's last line.
+
+        One for each session: asked again, it is the same one until it is closed, with one more view.
+        """
+        if self._view is None or self._view.comm is None:
+            self._view = importlib.import_module("egeria_lab.dashboard.app").Dashboard(self)
+        return self._view
 
     def report(self, path: str | Path = "report.html") -> Path:
         """Write one self-contained offline page with the same pictures; returns its path."""

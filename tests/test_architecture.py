@@ -62,11 +62,7 @@ def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
 
 def test_no_circular_imports() -> None:
     graph = {
-        name: {
-            n
-            for n, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")))
-            if n in MODULES and n != name
-        }
+        name: {n for n, _ in imports_of(ast.parse(path.read_text(encoding="utf-8"))) if n in MODULES and n != name}
         for name, path in MODULES.items()
     }
     done: set[str] = set()
@@ -100,11 +96,7 @@ def test_algorithms_need_torch_and_the_standard_library_only() -> None:
 
 def test_late_imports_are_the_known_few() -> None:
     """`importlib.import_module` goes round the order; only the two doors to the dashboard and tqdm use it."""
-    users = {
-        str(path.relative_to(PACKAGE))
-        for path in FILES
-        if "import_module(" in path.read_text(encoding="utf-8")
-    }
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if "import_module(" in path.read_text(encoding="utf-8")}
     assert users <= {"session.py", "engine/progress.py", "data/digits.py"}
 
 

@@ -18,9 +18,7 @@ VARIANTS = ("single_shot", "linear", "freezeout", "fixed")
 NEVER = math.inf
 
 
-def single_shot_saving(
-    costs: Sequence[float], start: float, interval: float, total: float, max_blocks: int
-) -> float:
+def single_shot_saving(costs: Sequence[float], start: float, interval: float, total: float, max_blocks: int) -> float:
     """Share of the training FLOPs that a single-shot schedule saves.
 
     Block 1 freezes at `start`, each further one `interval` later; a frozen block saves two of its three
@@ -40,8 +38,7 @@ def single_shot_saving(
         0.1667
     """
     saved = sum(
-        2 * cost * max(0.0, total - (start + index * interval))
-        for index, cost in enumerate(costs[:max_blocks])
+        2 * cost * max(0.0, total - (start + index * interval)) for index, cost in enumerate(costs[:max_blocks])
     )
     return saved / (3 * sum(costs) * total)
 

@@ -121,9 +121,7 @@ class GradientNormPolicy:
             if sums
         }
         self.changes = {
-            name: relative_change(self._norms[name], norm)
-            for name, norm in norms.items()
-            if name in self._norms
+            name: relative_change(self._norms[name], norm) for name, norm in norms.items() if name in self._norms
         }
         self._norms, self._sums = norms, {}
         self._intervals += 1
@@ -148,7 +146,5 @@ class GradientNormPolicy:
                 f"gradient norm changed by {change:.1%}, below {limit:.1%} "
                 f"(percentile {self.settings.percentile:g} of the active layers)"
             )
-            decisions.append(
-                Decision(action="freeze", layer=name, reason=reason, slope=change, tolerance=limit)
-            )
+            decisions.append(Decision(action="freeze", layer=name, reason=reason, slope=change, tolerance=limit))
         return decisions

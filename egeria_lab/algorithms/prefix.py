@@ -13,68 +13,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from egeria_lab.algorithms.batch_form import BatchForm
 from egeria_lab.algorithms.layers import LayerModule
-from egeria_lab.algorithms.tracing import (
-    Call,
-    _replaced_forwards,
-    is_good_cut,
-    record,
-    same_outputs,
-    undisturbed,
+from egeria_lab.algorithms.shadowing import (
+    LARGE,
+    SMALL,
+    CutReachedError,
+    Do,
+    Plan,
+    Steps,
+    Template,
+    make_steps,
+    not_cacheable,
+    shadowed,
+    template_of,
 )
+from egeria_lab.algorithms.tracing import Call, is_good_cut, record, same_outputs, undisturbed
 from egeria_lab.errors import LayerError
-
-_LARGE, _SMALL = 3, 2  # samples in the two recordings
-_CONSTANTS = (type(None), bool, int, float, str)
-
-
-class _CutReachedError(BaseException):
-    """Leaves the model's forward at the cut; no Exception, so that no user code catches it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _Do(Enum):
-    """What a shadowed call does."""
-
-    SKIP = "return a placeholder"
-    GIVE = "return the given value"
-    STOP = "run, then leave the model with the value"
-    TAKE = "run, and keep the value"
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One tensor of an output: its shape for any number of samples, and what to fill it with."""
-
-    large: tuple[int, ...]
-    slope: tuple[int, ...]  # growth of each dimension per sample
-    fill: Tensor
-
-    def make(self, rows: int) -> Tensor:
-        return self.fill.expand(self.shape(rows))
-
-    def shape(self, rows: int) -> tuple[int, ...]:
-        return tuple(size + up * (rows - _LARGE) for size, up in zip(self.large, self.slope, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """The structure of one call's output."""
-
-    spec: TreeSpec
-    leaves: tuple[Any, ...]  # _Leaf for tensors, anything else as it was
-
-    def make(self, rows: int) -> Any:
-        return tree_unflatten([x.make(rows) if isinstance(x, _Leaf) else x for x in self.leaves], self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +43,7 @@ class _Trace:
     """The calls of the example, with a template for each, and the position of every boundary's cut."""
 
     calls: list[Call]
-    templates: list[_Template]
-
-
-_Steps = dict[nn.Module, list[tuple[_Do, _Template | None] | None]]
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A proven cut: what the rest of the model needs to know about it."""
-
-    calls: list[nn.Module]  # the module of each recorded call
-    first: list[int]  # as in `Call`
-    templates: list[_Template]  # of the calls up to the cut
-    cut: int
+    templates: list[Template]
 
 
 class PrefixRunner:
@@ -133,10 +81,10 @@ class PrefixRunner:
         self.model = model
         self.layers = list(layers)
         self.forward: Callable[[nn.Module, Any], Any] = forward or (lambda m, x: m(x))
-        self._batch = _BatchForm(example)
-        self._example = self._batch.take(example, torch.arange(_LARGE) % self._batch.rows(example))
-        self._plans: dict[int, _Plan | str] = {}
-        self._steps: dict[tuple[int | None, int | None, bool], _Steps] = {}
+        self._batch = BatchForm(example)
+        self._example = self._batch.take(example, torch.arange(LARGE) % self._batch.rows(example))
+        self._plans: dict[int, Plan | str] = {}
+        self._steps: dict[tuple[int | None, int | None, bool], Steps] = {}
 
     def run(self, content: Any) -> Any:
         """The whole model, as `forward` calls it."""
@@ -167,9 +115,9 @@ class PrefixRunner:
         steps = self._made_steps(start, boundary)
         with torch.no_grad(), self._prefix_in_eval(boundary):
             try:
-                with _shadowed(steps, value, self._batch.rows(content)):
+                with shadowed(steps, value, self._batch.rows(content)):
                     self.forward(self.model, content)
-            except _CutReachedError as reached:
+            except CutReachedError as reached:
                 return reached.value
         raise LayerError(f"the model ended without reaching {self.layers[boundary].name!r}.")
 
@@ -185,7 +133,7 @@ class PrefixRunner:
             LayerError: when the cut is not proven, or the model did not come by it this time.
         """
         steps = self._made_steps(boundary, None)
-        with _shadowed(steps, value, self._batch.rows(content)) as taken:
+        with shadowed(steps, value, self._batch.rows(content)) as taken:
             outputs = self.forward(self.model, content)
         if not taken.complete:
             raise LayerError(
@@ -211,7 +159,7 @@ class PrefixRunner:
             return reason
         with _given_back(self.model):
             before = _generator_states()
-            with _shadowed(self._made_steps(None, boundary, take=True), None, 0) as taken:
+            with shadowed(self._made_steps(None, boundary, take=True), None, 0) as taken:
                 outputs = _seeded(lambda: self.run(content))
             if any(leaf.requires_grad for leaf in _tensors(taken.value)):
                 return self._still_training(boundary)
@@ -267,7 +215,7 @@ class PrefixRunner:
             for module in modules:
                 module.training = True
 
-    def _make_plan(self, boundary: int) -> _Plan | str:
+    def _make_plan(self, boundary: int) -> Plan | str:
         if not 0 <= boundary < len(self.layers) - 1:
             return (
                 f"boundary {boundary} is no cut: the model has {len(self.layers)} layer modules, and the last "
@@ -292,15 +240,15 @@ class PrefixRunner:
             )
         if cut is None:
             return f"behind {name!r} the model needs more from the front than its output: no place to cut."
-        reason = _not_cacheable(trace.templates[cut])
+        reason = not_cacheable(trace.templates[cut])
         if reason:
             return f"the output of {name!r} cannot be kept per sample: {reason}."
         modules = [call.module for call in trace.calls]
         first = [call.first for call in trace.calls]
-        return _Plan(modules, first, trace.templates[: cut + 1], cut)
+        return Plan(modules, first, trace.templates[: cut + 1], cut)
 
     def _record(self) -> tuple[_Trace | str, Callable[[], Any], Any]:
-        small = self._batch.take(self._example, torch.arange(_SMALL))
+        small = self._batch.take(self._example, torch.arange(SMALL))
 
         def run() -> Any:
             torch.manual_seed(0)  # inside a fork of the generators
@@ -313,13 +261,13 @@ class PrefixRunner:
             return "the model calls other modules for 2 samples than for 3.", run, outputs
         templates = []
         for call, less in zip(calls, fewer, strict=True):
-            template = _template(call.output, less.output)
+            template = template_of(call.output, less.output)
             if template is None:
                 return f"{call.name!r} returns another structure for 2 samples than for 3.", run, outputs
             templates.append(template)
         return _Trace(calls, templates), run, outputs
 
-    def _made_steps(self, start: int | None, stop: int | None, take: bool = False) -> _Steps:
+    def _made_steps(self, start: int | None, stop: int | None, take: bool = False) -> Steps:
         """What the shadowed modules do, call by call; made once for each pair of boundaries."""
         key = (start, stop, take)
         if key not in self._steps:
@@ -330,158 +278,8 @@ class PrefixRunner:
             begin, end = (None if b is None else self._plans[b] for b in (start, stop))
             assert not isinstance(begin, str)
             assert not isinstance(end, str)
-            self._steps[key] = _make_steps(begin, end, _Do.TAKE if take else _Do.STOP)
+            self._steps[key] = make_steps(begin, end, Do.TAKE if take else Do.STOP)
         return self._steps[key]
-
-
-class _BatchForm:
-    """Knows which tensors of a (nested) batch count samples in their first dimension."""
-
-    def __init__(self, example: Any) -> None:
-        leaves, self.spec = tree_flatten(example)
-        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0]
-        if not tensors or leaves[tensors[0]].shape[0] == 0:
-            raise LayerError("the example batch holds no tensor with at least one sample.")
-        self.lead = tensors[0]
-        count = leaves[self.lead].shape[0]
-        self.counting = {i for i in tensors if leaves[i].shape[0] == count}
-
-    def rows(self, content: Any) -> int:
-        return int(self._leaves(content)[self.lead].shape[0])
-
-    def take(self, content: Any, index: Tensor) -> Any:
-        leaves = self._leaves(content)
-        taken = [x[index.to(x.device)] if i in self.counting else x for i, x in enumerate(leaves)]
-        return tree_unflatten(taken, self.spec)
-
-    def _leaves(self, content: Any) -> list[Any]:
-        leaves, spec = tree_flatten(content)
-        if spec != self.spec:
-            raise LayerError("the batch has another structure than the example batch.")
-        return leaves
-
-
-class _Taken:
-    """What a shadowed forward pass leaves behind."""
-
-    def __init__(self, expected: int) -> None:
-        self.value: Any = None
-        self._open = expected
-
-    def done(self) -> None:
-        self._open -= 1
-
-    @property
-    def complete(self) -> bool:
-        return self._open == 0
-
-
-@contextmanager
-def _shadowed(steps: _Steps, value: Any, rows: int) -> Iterator[_Taken]:
-    taken = _Taken(sum(step is not None for todo in steps.values() for step in todo))
-
-    def shadow(module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
-        todo = iter(steps[module])
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            step = next(todo, None)
-            if step is None:
-                return original(*args, **kwargs)
-            action, template = step
-            taken.done()
-            if action is _Do.SKIP:
-                assert template is not None
-                return template.make(rows)
-            if action is _Do.GIVE:
-                return value
-            output = original(*args, **kwargs)
-            if action is _Do.STOP:
-                raise _CutReachedError(output)
-            taken.value = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
-            return output
-
-        return run
-
-    with _replaced_forwards({module: shadow(module) for module in steps}):
-        yield taken
-
-
-def _make_steps(begin: _Plan | None, end: _Plan | None, at_end: _Do) -> _Steps:
-    plan = begin if begin is not None else end
-    assert plan is not None
-    last = len(plan.calls) - 1 if end is None else end.cut
-    skipped = set() if begin is None else _outermost(begin)
-    inside = {p for position in skipped for p in range(plan.first[position], position)}
-    steps: _Steps = {}
-    for position in range(last + 1):
-        if position in inside:
-            continue  # not called, as what encloses it is skipped
-        step: tuple[_Do, _Template | None] | None = None
-        if begin is not None and position == begin.cut:
-            step = (_Do.GIVE, None)
-        elif begin is not None and position in skipped:
-            step = (_Do.SKIP, begin.templates[position])
-        elif end is not None and position == end.cut:
-            step = (at_end, None)
-        steps.setdefault(plan.calls[position], []).append(step)
-    return {module: todo for module, todo in steps.items() if any(todo)}
-
-
-def _outermost(plan: _Plan) -> set[int]:
-    """The calls up to the cut that stand inside no other call up to the cut."""
-    found = set()
-    position = plan.cut
-    while position >= 0:
-        found.add(position)
-        position = plan.first[position] - 1
-    return found
-
-
-def _template(large: Any, small: Any) -> _Template | None:
-    """The common structure of an output for 3 and for 2 samples, or None."""
-    leaves, spec = tree_flatten(large)
-    others, spec_small = tree_flatten(small)
-    if spec != spec_small:
-        return None
-    made: list[Any] = []
-    for a, b in zip(leaves, others, strict=True):
-        if isinstance(a, Tensor) != isinstance(b, Tensor):
-            return None
-        if not isinstance(a, Tensor):
-            made.append(a)
-        elif a.dim() != b.dim():
-            return None
-        else:
-            slope = tuple(x - y for x, y in zip(a.shape, b.shape, strict=True))
-            made.append(_Leaf(tuple(a.shape), slope, _filling(a, slope)))
-    return _Template(spec, tuple(made))
-
-
-def _filling(tensor: Tensor, slope: tuple[int, ...]) -> Tensor:
-    """NaN; integers cannot hold it, so they keep the values of the first sample, which stay valid indices."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.new_full((), float("nan"))
-    for dim, up in enumerate(slope):
-        if up:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    return tensor
-
-
-def _not_cacheable(template: _Template) -> str:
-    if not any(isinstance(leaf, _Leaf) for leaf in template.leaves):
-        return "it holds no tensor"
-    for leaf in template.leaves:
-        if not isinstance(leaf, _Leaf):
-            if not isinstance(leaf, _CONSTANTS):
-                return f"it holds a {type(leaf).__name__}"
-        elif not leaf.slope or leaf.slope[0] != 1 or any(leaf.slope[1:]) or leaf.large[0] != _LARGE:
-            shape = ", ".join(
-                "batch" if up == 1 else f"{up} × batch" if up else str(size)
-                for size, up in zip(leaf.large, leaf.slope, strict=True)
-            )
-            return f"it holds a tensor of shape ({shape}), which does not have the samples in front"
-    return ""
 
 
 def _is_compiled(module: nn.Module) -> bool:

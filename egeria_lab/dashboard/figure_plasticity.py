@@ -145,9 +145,7 @@ def _plasticity_lines(history: History, events: list[Event], labels: list[str], 
     return figure
 
 
-def _references(
-    figure: go.Figure, history: History, events: list[Event], x: str, ranges: list[list[float]]
-) -> None:
+def _references(figure: go.Figure, history: History, events: list[Event], x: str, ranges: list[list[float]]) -> None:
     """A thin upright line in each panel where the reference model was replaced."""
     steps = [float(event.step) for event in events if isinstance(event, ReferenceRefreshed)]
     if not steps:
@@ -162,9 +160,7 @@ def _references(
         )  # fmt: skip
 
 
-def _tolerance(
-    figure: go.Figure, history: History, events: list[Event], x: str, exponents: list[float]
-) -> None:
+def _tolerance(figure: go.Figure, history: History, events: list[Event], x: str, exponents: list[float]) -> None:
     """The line at 1, the zone under it, and where somebody moved the tolerance."""
     last = float(np.nanmax(history.plasticity["step"]))
     ends = x_of_steps(history, [0.0, max(last, history.steps.last().get("step", last))], x)

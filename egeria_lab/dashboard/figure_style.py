@@ -90,9 +90,7 @@ def empty_figure(title: str, sentence: str, theme: str = "light") -> go.Figure:
         'no reading yet: bootstrapping until the loss settles'
     """
     figure = go.Figure()
-    figure.add_annotation(
-        text=sentence, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"size": 14}
-    )
+    figure.add_annotation(text=sentence, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"size": 14})
     dress(figure, title, 190, theme)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)

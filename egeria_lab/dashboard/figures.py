@@ -2,6 +2,7 @@
 
 Every figure says in words when there is nothing to draw yet. Colours are Okabe-Ito's; shape, dash or pattern
 repeats what colour says. Lines never join readings that were taken against different reference models.
+The file is one piece because a reader compares the figures with each other.
 """
 
 from __future__ import annotations
@@ -129,9 +130,7 @@ def _bootstrap_zone(figure: go.Figure, history: History, events: list[Event], x:
     )  # fmt: skip
 
 
-def learning_figure(
-    history: History, events: Iterable[Event], *, x: str = "steps", theme: str = "light"
-) -> go.Figure:
+def learning_figure(history: History, events: Iterable[Event], *, x: str = "steps", theme: str = "light") -> go.Figure:
     """Loss and accuracy, in training and in validation, with a mark at every freeze, thaw and pin.
 
     Args, errors: as `plasticity_figure`.
@@ -145,9 +144,7 @@ def learning_figure(
     events = list(events)
     if not len(history.steps):
         return empty_figure(title, NO_STEP, theme)
-    figure = make_subplots(
-        rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.045, row_heights=[0.08, 0.46, 0.46]
-    )
+    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.045, row_heights=[0.08, 0.46, 0.46])
     _mark_strip(figure, history, events, x)
     window = min(max(len(at) // 60, 1), 200)
     for panel, name, scale in ((2, "loss", 1.0), (3, "accuracy", 100.0)):
@@ -237,8 +234,7 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
     for name, colour, pattern in looks:
         found = [row.theoretical if name == "theoretical" else row.measured for row in rows]
         signed = [
-            None if share is None else -share if row.is_cost else share
-            for row, share in zip(rows, found, strict=True)
+            None if share is None else -share if row.is_cost else share for row, share in zip(rows, found, strict=True)
         ]
         shares += [share for share in signed if share is not None]
         figure.add_bar(

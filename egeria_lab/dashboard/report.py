@@ -72,9 +72,7 @@ def write_report(session: SessionView, path: str | os.PathLike[str], *, x: str =
     """
     target = Path(path).expanduser().absolute()
     if target.is_dir():
-        raise EgeriaLabError(
-            f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html."
-        )
+        raise EgeriaLabError(f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html.")
     if not target.parent.is_dir():
         raise EgeriaLabError(
             f"Cannot write the report to {target}: its folder does not exist. Create {target.parent} first."
@@ -136,9 +134,7 @@ def _header(session: SessionView, ledger: Mapping[str, object]) -> str:
         f'<div class="note">{html.escape(card.note)}</div></div>'
         for card in headlines(session, ledger)
     )
-    failed = (
-        f'<p class="failed">{html.escape(_fault(session.error))}</p>' if session.error is not None else ""
-    )
+    failed = f'<p class="failed">{html.escape(_fault(session.error))}</p>' if session.error is not None else ""
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return (
         f"<header><h1>{html.escape(session.name)}</h1>"
@@ -175,9 +171,7 @@ def _figure(name: str, figure: go.Figure) -> str:
 
 def _savings_table(rows: Iterable[SavingRow]) -> str:
     head = ["", "theoretical", "measured", "amount", "why"]
-    cells = [
-        [row.quantity, percent(row.theoretical), percent(row.measured), row.absolute, row.why] for row in rows
-    ]
+    cells = [[row.quantity, percent(row.theoretical), percent(row.measured), row.absolute, row.why] for row in rows]
     return _scroll(html_table(head, cells))
 
 

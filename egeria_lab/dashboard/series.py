@@ -1,4 +1,7 @@
-"""From history and events to what a chart draws: x values, thinned curves, spans and marks. Draws nothing."""
+"""From history and events to what a chart draws: x values, thinned curves, spans and marks. Draws nothing.
+
+The file is one piece because all of it answers one question: where does each point lie on the x axis?
+"""
 
 from __future__ import annotations
 
@@ -203,9 +206,7 @@ def spans(events: Iterable[Event], last_step: int) -> list[Span]:
                 span = Span(event.layer, event.step, last_step, kind, event.reason)
                 open_spans.setdefault((event.layer, "frozen"), span)
             case LayerPinned():
-                open_spans.setdefault(
-                    (event.layer, "pinned"), Span(event.layer, event.step, last_step, "pin")
-                )
+                open_spans.setdefault((event.layer, "pinned"), Span(event.layer, event.step, last_step, "pin"))
             case LayerThawed() | LayerUnpinned():
                 state = "frozen" if isinstance(event, LayerThawed) else "pinned"
                 ended = open_spans.pop((event.layer, state), None)

@@ -156,9 +156,7 @@ def _look(index: int) -> tuple[str, str]:
     return COLOURS[index % len(COLOURS)], DASHES[(index + index // len(COLOURS)) % len(DASHES)]
 
 
-def _layer_lines(
-    history: History, table: Mapping[str, Array], y: Array, label: str, *, tolerance: bool = False
-) -> str:
+def _layer_lines(history: History, table: Mapping[str, Array], y: Array, label: str, *, tolerance: bool = False) -> str:
     curves = [
         curve(table["step"], y, np.flatnonzero(table["layer"] == index), table["generation"], MOST_POINTS)
         for index in range(len(history.layer_names))
@@ -181,9 +179,7 @@ def _layer_lines(
 
 def _heat_map(history: History, table: Mapping[str, Array], value: Array) -> str:
     rows = len(history.layer_names)
-    steps, grid = reading_grid(
-        table["step"], table["layer"], value, table["generation"], rows, min(48, 3000 // rows)
-    )
+    steps, grid = reading_grid(table["step"], table["layer"], value, table["generation"], rows, min(48, 3000 // rows))
     frame = Frame(0.0, history.steps.last().get("step", float(steps[-1])), 0.0, float(rows), height=220)
     low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
     shade = np.nan_to_num((grid - low) / max(high - low, 1e-9) * (SHADES - 1), nan=-1).round().astype(int)
@@ -218,14 +214,10 @@ def _timeline(history: History, events: list[Event], layers: Sequence[LayerRow])
     for index, name in enumerate(names):
         hover = f"{name}: {state.get(name, 'active')}"
         body.append(
-            rectangle(
-                frame.left, place[name], frame.x(last) - frame.left, row - 2, "currentColor", opacity=0.1
-            )
+            rectangle(frame.left, place[name], frame.x(last) - frame.left, row - 2, "currentColor", opacity=0.1)
         )
         if index % every == 0:
-            body.append(
-                text(frame.left - 4, place[name] + min(row - 3, 10), name[-14:], anchor="end", hover=hover)
-            )
+            body.append(text(frame.left - 4, place[name] + min(row - 3, 10), name[-14:], anchor="end", hover=hover))
     for span in spans(events, last):
         if span.layer in place:
             colour, dash = SPAN_LOOKS[span.kind]
@@ -243,21 +235,13 @@ def _timeline(history: History, events: list[Event], layers: Sequence[LayerRow])
 
 
 def _savings(ledger: Mapping[str, object]) -> str:
-    rows = [
-        [row.quantity, percent(row.theoretical), percent(row.measured), row.why]
-        for row in saving_rows(ledger)
-    ]
-    return panel(
-        "Savings against training without freezing", html_table(["", "theoretical", "measured", "why"], rows)
-    )
+    rows = [[row.quantity, percent(row.theoretical), percent(row.measured), row.why] for row in saving_rows(ledger)]
+    return panel("Savings against training without freezing", html_table(["", "theoretical", "measured", "why"], rows))
 
 
 def _recent(events: list[Event], most: int = 8) -> str:
     events = [event for event in events if not isinstance(event, EpochFinished)]
     items = "".join(
-        f"<li>step {event.step:,}: {html.escape(event.sentence()[:200])}</li>"
-        for event in events[-most:][::-1]
+        f"<li>step {event.step:,}: {html.escape(event.sentence()[:200])}</li>" for event in events[-most:][::-1]
     )
-    return panel(
-        "Latest events", f'<ul style="margin:0;padding-left:18px">{items or "<li>none yet</li>"}</ul>'
-    )
+    return panel("Latest events", f'<ul style="margin:0;padding-left:18px">{items or "<li>none yet</li>"}</ul>')

@@ -212,9 +212,7 @@ def _frozen(layers: list[LayerRow]) -> Headline:
     frozen = [row for row in layers if row.state == "frozen"]
     by_hand = sum(row.by in HANDS for row in frozen)
     pinned = sum(row.state == "pinned" for row in layers)
-    note = f"{len(frozen) - by_hand} by the rule, {by_hand} by hand" + (
-        f"; {pinned} pinned" if pinned else ""
-    )
+    note = f"{len(frozen) - by_hand} by the rule, {by_hand} by hand" + (f"; {pinned} pinned" if pinned else "")
     return Headline("Frozen layers", f"{len(frozen)} of {len(layers)}", note)
 
 

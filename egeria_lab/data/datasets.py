@@ -48,13 +48,9 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         if inputs.dim() == 0 or targets.dim() == 0:
-            raise DataError(
-                "ArrayDataset needs tensors whose first dimension counts the samples, got a single number."
-            )
+            raise DataError("ArrayDataset needs tensors whose first dimension counts the samples, got a single number.")
         if len(inputs) != len(targets):
-            raise DataError(
-                f"ArrayDataset got {len(inputs)} inputs and {len(targets)} targets; give one target each."
-            )
+            raise DataError(f"ArrayDataset got {len(inputs)} inputs and {len(targets)} targets; give one target each.")
         if len(inputs) == 0:
             raise DataError("ArrayDataset got no sample; give at least one.")
         self.inputs = inputs
@@ -79,9 +75,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             DataError: when `ids` is not a one-dimensional int64 tensor.
         """
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise DataError(
-                f"Sample ids must be a one-dimensional int64 tensor, got {ids.dim()}-d {ids.dtype}."
-            )
+            raise DataError(f"Sample ids must be a one-dimensional int64 tensor, got {ids.dim()}-d {ids.dtype}.")
         return self.inputs.index_select(0, ids), self.targets.index_select(0, ids)
 
 

@@ -19,9 +19,7 @@ def digits() -> Data:
     try:  # not at the top: scikit-learn takes a second to import, and nothing else here needs it
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
-        raise MissingPackageError(
-            "Data set 'digits' needs scikit-learn: pip install scikit-learn."
-        ) from error
+        raise MissingPackageError("Data set 'digits' needs scikit-learn: pip install scikit-learn.") from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     inputs = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8).div_(16.0)
     inputs.sub_(DIGITS_MEAN).div_(DIGITS_STD)

@@ -44,9 +44,7 @@ def fashion(*, folder: str | Path | None = None) -> Data:
     """Fashion articles, 28x28 grey, 10 classes: 60,000 + 10,000 images of Fashion-MNIST, from your disk."""
     place = _fashion_folder(folder)
     train, valid = (
-        _fashion_split(
-            _read_idx(place, f"{split}-images-idx3-ubyte"), _read_idx(place, f"{split}-labels-idx1-ubyte")
-        )
+        _fashion_split(_read_idx(place, f"{split}-images-idx3-ubyte"), _read_idx(place, f"{split}-labels-idx1-ubyte"))
         for split in ("train", "t10k")
     )
     return _fashion_data("fashion", train, valid)
@@ -56,10 +54,7 @@ def _fashion_folder(folder: str | Path | None) -> Path:
     if folder is not None:
         places = [Path(folder).expanduser()]
     else:
-        places = [
-            Path(prefix, "share", "datasets", "fashion-mnist")
-            for prefix in ("/usr", "/usr/local", sys.prefix)
-        ]
+        places = [Path(prefix, "share", "datasets", "fashion-mnist") for prefix in ("/usr", "/usr/local", sys.prefix)]
     for place in places:
         if any(place.glob("train-images-idx3-ubyte*")):
             return place

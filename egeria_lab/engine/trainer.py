@@ -1,4 +1,7 @@
-"""One training step and one evaluation: forward, loss, backward, update. Nothing decides here."""
+"""One training step and one evaluation: forward, loss, backward, update. Nothing decides here.
+
+The file is one piece because the order of these four, and what may fail in between, is its whole point.
+"""
 
 from __future__ import annotations
 

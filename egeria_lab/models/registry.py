@@ -32,9 +32,7 @@ def names() -> tuple[str, ...]:
     return tuple(_BUILDERS)
 
 
-def build(
-    name: str, *, input_shape: Sequence[int], num_classes: int, seed: int = 0, **options: Any
-) -> nn.Module:
+def build(name: str, *, input_shape: Sequence[int], num_classes: int, seed: int = 0, **options: Any) -> nn.Module:
     """Build a model on the CPU; the same seed gives the same weights, the global generator stays as it was.
 
     The model's `layers` is an `nn.Sequential` of its layer modules, front to back, so that they are called

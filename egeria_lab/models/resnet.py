@@ -75,9 +75,7 @@ class ResidualBlock(nn.Module):
     def title(self) -> str:
         """What the layer is, in a few words."""
         stride = self.conv1.stride[0]
-        return f"block {self.conv1.in_channels}→{self.conv1.out_channels}" + (
-            f" /{stride}" if stride > 1 else ""
-        )
+        return f"block {self.conv1.in_channels}→{self.conv1.out_channels}" + (f" /{stride}" if stride > 1 else "")
 
 
 class PoolHead(nn.Module):

@@ -175,9 +175,7 @@ class Transformer(nn.Module):
         is_image = len(input_shape) == 3
         require(not (is_image and head == "tokens"), "transformer", "head", head, "'classify' for images")
         embedding = (
-            _patches(input_shape, dim, patch, vocabulary)
-            if is_image
-            else _tokens(input_shape, dim, patch, vocabulary)
+            _patches(input_shape, dim, patch, vocabulary) if is_image else _tokens(input_shape, dim, patch, vocabulary)
         )
         encoder = [EncoderLayer(dim, heads, dropout, causal=head == "tokens") for _ in range(depth)]
         last = (TokensHead if head == "tokens" else ClassifyHead)(dim, num_classes)
@@ -188,22 +186,16 @@ class Transformer(nn.Module):
         return out
 
 
-def _patches(
-    input_shape: Sequence[int], dim: int, patch: int | None, vocabulary: int | None
-) -> PatchEmbedding:
+def _patches(input_shape: Sequence[int], dim: int, patch: int | None, vocabulary: int | None) -> PatchEmbedding:
     require(vocabulary is None, "transformer", "vocabulary", vocabulary, "left out for images")
     height, width = input_shape[1:]
     size = patch if patch is not None else (4 if min(height, width) >= 16 else 2)
     fits = isinstance(size, int) and size >= 1 and height % size == 0 and width % size == 0
-    require(
-        fits, "transformer", "patch", size, f"a whole number that divides height {height} and width {width}"
-    )
+    require(fits, "transformer", "patch", size, f"a whole number that divides height {height} and width {width}")
     return PatchEmbedding(input_shape, dim, size)
 
 
-def _tokens(
-    input_shape: Sequence[int], dim: int, patch: int | None, vocabulary: int | None
-) -> TokenEmbedding:
+def _tokens(input_shape: Sequence[int], dim: int, patch: int | None, vocabulary: int | None) -> TokenEmbedding:
     shapes = "(channels, height, width) for images or (length,) for tokens"
     require(len(input_shape) == 1, "transformer", "input_shape", tuple(input_shape), shapes)
     require(patch is None, "transformer", "patch", patch, "left out for tokens")

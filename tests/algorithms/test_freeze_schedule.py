@@ -35,9 +35,7 @@ def resnet32() -> tuple[list[float], list[float]]:
         layer = int(name.split(".")[1])
         is_block_conv = isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and layer > 0
 
-        def count(
-            m: nn.Module, _i: object, out: torch.Tensor, layer: int = layer, s: bool = is_block_conv
-        ) -> None:
+        def count(m: nn.Module, _i: object, out: torch.Tensor, layer: int = layer, s: bool = is_block_conv) -> None:
             own = m.weight.numel() * (out.shape[2] * out.shape[3] if isinstance(m, nn.Conv2d) else 1)
             macs[layer] += own
             sparse[layer] += own * (0.1 if s else 1.0)

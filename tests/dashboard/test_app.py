@@ -244,3 +244,14 @@ def test_the_package_itself_loads_no_widget_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_session_has_one_dashboard_until_it_is_closed() -> None:
+    """Trap 119: running the cell again adds a view, not a widget."""
+    session = lab.Session("mlp", "digits", epochs=1)
+    first = session.dashboard()
+    assert session.dashboard() is first
+    first.close()
+    second = session.dashboard()
+    assert second is not first
+    second.close()

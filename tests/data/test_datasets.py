@@ -24,9 +24,7 @@ from egeria_lab.errors import DataError, InvalidSettingError, MissingPackageErro
 
 WITHOUT_FILES = ("fashion-mini", "digits", "synthetic")
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-needs_debian_files = pytest.mark.skipif(
-    not DEBIAN_FOLDER.is_dir(), reason="dataset-fashion-mnist not installed"
-)
+needs_debian_files = pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="dataset-fashion-mnist not installed")
 
 
 def arrays(loaded: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,18 +112,14 @@ def test_every_name_has_one_sentence() -> None:
 
 
 def test_an_unknown_name_gives_the_nearest() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"Unknown data set 'fashion_mini'. Did you mean 'fashion-mini'\?"
-    ):
+    with pytest.raises(UnknownNameError, match=r"Unknown data set 'fashion_mini'. Did you mean 'fashion-mini'\?"):
         data.load("fashion_mini")
     with pytest.raises(UnknownNameError, match="Known: fashion-mini, digits, synthetic, fashion"):
         data.describe("cifar")
 
 
 def test_an_unknown_option_names_the_allowed_ones() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"Did you mean 'noise'.* num_samples, num_valid, shape, num_classes"
-    ):
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'noise'.* num_samples, num_valid, shape, num_classes"):
         data.load("synthetic", noize=2.0)
     with pytest.raises(UnknownNameError, match=r"option of data set 'digits': 'seed'\. Known: none"):
         data.load("digits", seed=1)
@@ -294,15 +288,11 @@ def test_array_dataset_refuses_what_it_cannot_index() -> None:
 def make(targets: Tensor, num_classes: int | None = 2, classes: tuple[str, ...] = ()) -> Data:
     good = ArrayDataset(torch.zeros(2, 3), torch.tensor([0, 0]))
     other = ArrayDataset(torch.zeros(len(targets), 3), targets)
-    return Data(
-        name="mine", train=good, valid=other, num_classes=num_classes, input_shape=(3,), classes=classes
-    )
+    return Data(name="mine", train=good, valid=other, num_classes=num_classes, input_shape=(3,), classes=classes)
 
 
 def test_data_refuses_a_label_out_of_range() -> None:
-    with pytest.raises(
-        DataError, match=r"'mine': label 2 of valid sample 1 is out of range; .* labels are 0 to 1"
-    ):
+    with pytest.raises(DataError, match=r"'mine': label 2 of valid sample 1 is out of range; .* labels are 0 to 1"):
         make(torch.tensor([0, 2, 5]))
     with pytest.raises(DataError, match="label -1 of valid sample 0"):
         make(torch.tensor([[-1, 0], [1, 1]]))

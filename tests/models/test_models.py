@@ -18,9 +18,7 @@ from egeria_lab.errors import InvalidSettingError, UnknownNameError
 DEPTHS = (8, 14, 20, 32, 56)
 
 
-def build(
-    name: str, input_shape: tuple[int, ...] = (1, 8, 8), num_classes: int = 10, **options: Any
-) -> nn.Module:
+def build(name: str, input_shape: tuple[int, ...] = (1, 8, 8), num_classes: int = 10, **options: Any) -> nn.Module:
     return models.build(name, input_shape=input_shape, num_classes=num_classes, **options)
 
 
@@ -43,9 +41,7 @@ def forward_macs(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def resnet_parameters(
-    depth: int, channels: int, classes: int, width: int = 1, conv_shortcut: bool = True
-) -> int:
+def resnet_parameters(depth: int, channels: int, classes: int, width: int = 1, conv_shortcut: bool = True) -> int:
     """By hand: 9 weights a channel pair in each 3x3 convolution, two a channel in each batch norm."""
     total, before = 9 * channels * 16 * width + 2 * 16 * width, 16 * width
     for after in (16 * width, 32 * width, 64 * width):
@@ -181,9 +177,7 @@ def test_resnet32_of_the_sparse_training_papers_has_their_cost() -> None:
 def test_resnet32_stem_and_ten_blocks_hold_two_thirds_of_the_cost() -> None:
     model = build("resnet32", (3, 32, 32), 100, width=2)
     front = nn.Sequential(*list(layers(model))[:11])
-    assert forward_macs(front, (3, 32, 32)) / forward_macs(model, (3, 32, 32)) == pytest.approx(
-        0.673, abs=5e-4
-    )
+    assert forward_macs(front, (3, 32, 32)) / forward_macs(model, (3, 32, 32)) == pytest.approx(0.673, abs=5e-4)
 
 
 def test_transformer_parameters_by_hand() -> None:

@@ -1,0 +1,37 @@
+"""A batch of any structure: how many samples it has, and some of them as a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from egeria_lab.errors import LayerError
+
+
+class BatchForm:
+    """Knows which tensors of a (nested) batch count samples in their first dimension."""
+
+    def __init__(self, example: Any) -> None:
+        leaves, self.spec = tree_flatten(example)
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0]
+        if not tensors or leaves[tensors[0]].shape[0] == 0:
+            raise LayerError("the example batch holds no tensor with at least one sample.")
+        self.lead = tensors[0]
+        count = leaves[self.lead].shape[0]
+        self.counting = {i for i in tensors if leaves[i].shape[0] == count}
+
+    def rows(self, content: Any) -> int:
+        return int(self._leaves(content)[self.lead].shape[0])
+
+    def take(self, content: Any, index: Tensor) -> Any:
+        leaves = self._leaves(content)
+        taken = [x[index.to(x.device)] if i in self.counting else x for i, x in enumerate(leaves)]
+        return tree_unflatten(taken, self.spec)
+
+    def _leaves(self, content: Any) -> list[Any]:
+        leaves, spec = tree_flatten(content)
+        if spec != self.spec:
+            raise LayerError("the batch has another structure than the example batch.")
+        return leaves
