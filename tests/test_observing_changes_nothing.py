@@ -216,3 +216,23 @@ def test_nothing_is_left_in_the_model_by_watching(make_session: Make) -> None:
     assert {name: sorted(module.__dict__) for name, module in session.model.named_modules()} == attributes
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in session.model.modules()]
     assert sum(hooks) == 0
+
+
+def test_looking_never_runs_the_model(make_session: Callable[..., lab.Session]) -> None:
+    """A view asks from its own thread: whatever it asks for, the model stands still meanwhile."""
+    session = make_session()
+    calls: list[int] = []
+    handle = session.model.register_forward_pre_hook(lambda _module, _inputs: calls.append(1))
+    for _ in range(2):
+        calls.clear()
+        for look in (session.savings, session.settings, lambda: repr(session.layers), lambda: repr(session.savings())):
+            look()
+        for name in session.layers.names:
+            session.explain(name)
+        session.savings().to_dict()
+        session.history.frame("steps")
+        assert calls == []
+        session.step(3)
+        session.freeze(session.layers.names[0])
+        session.step(1)
+    handle.remove()

@@ -11,7 +11,24 @@ from egeria_lab.errors import LayerError
 
 
 class BatchForm:
-    """Knows which tensors of a (nested) batch count samples in their first dimension."""
+    """Knows which tensors of a (nested) batch count samples in their first dimension.
+
+    Those are the tensors as long as the first one.
+
+    Args:
+        example: one batch, of one sample or more.
+
+    Raises:
+        LayerError: when it holds no tensor with a sample.
+
+    Example:
+        >>> import torch
+        >>> batch = {"tokens": torch.arange(6).view(3, 2), "scale": 0.5}
+        >>> form = BatchForm(batch)
+        >>> form.rows(batch), form.take(batch, torch.tensor([2, 0]))
+        (3, {'tokens': tensor([[4, 5],
+                [0, 1]]), 'scale': 0.5})
+    """
 
     def __init__(self, example: Any) -> None:
         leaves, self.spec = tree_flatten(example)
@@ -23,9 +40,15 @@ class BatchForm:
         self.counting = {i for i in tensors if leaves[i].shape[0] == count}
 
     def rows(self, content: Any) -> int:
+        """Number of samples.
+
+        Raises:
+            LayerError: when the batch has another structure than the example.
+        """
         return int(self._leaves(content)[self.lead].shape[0])
 
     def take(self, content: Any, index: Tensor) -> Any:
+        """The samples `index` (int64, one may come twice), as a batch."""
         leaves = self._leaves(content)
         taken = [x[index.to(x.device)] if i in self.counting else x for i, x in enumerate(leaves)]
         return tree_unflatten(taken, self.spec)

@@ -258,8 +258,8 @@ class SchedulePolicy:
         Source: SpFDE (NeurIPS 2022), section 3.2; FreezeOut (2017), section 3.
 
         Example:
-            >>> SchedulePolicy({"a": 0.5}).rate_factor("a", 0.25)
-            0.5000000000000001
+            >>> round(SchedulePolicy({"a": 0.5}).rate_factor("a", 0.25), 6)
+            0.5
         """
         end = min(1.0, self.times.get(layer, 1.0))
         return 0.5 * (1 + math.cos(math.pi * min(1.0, progress / end))) if end > 0 else 0.0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from egeria_lab.algorithms.batch_form import BatchForm
+from egeria_lab.algorithms.given_back import generator_states, given_back, seeded, set_generator_states
 from egeria_lab.algorithms.layers import LayerModule
 from egeria_lab.algorithms.shadowing import (
     LARGE,
@@ -157,16 +158,16 @@ class PrefixRunner:
         reason = self.check(boundary)
         if reason:
             return reason
-        with _given_back(self.model):
-            before = _generator_states()
+        with given_back(self.model):
+            before = generator_states()
             with shadowed(self._made_steps(None, boundary, take=True), None, 0) as taken:
-                outputs = _seeded(lambda: self.run(content))
+                outputs = seeded(lambda: self.run(content))
             if any(leaf.requires_grad for leaf in _tensors(taken.value)):
                 return self._still_training(boundary)
             crossing = tree_map(_detached, taken.value)
-            _set_generator_states(before)
+            set_generator_states(before)
             computed = self.run_until(boundary, content)
-            if any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True)):
+            if any(not torch.equal(a, b) for a, b in zip(before, generator_states(), strict=True)):
                 return f"{self._part(boundary)} draws random numbers (dropout outside of its modules?)."
             if not same_outputs(crossing, computed) or not same_outputs(computed, self.run_until(boundary, content)):
                 return f"{self._part(boundary)} does not repeat its output for the same batch; is it frozen?"
@@ -175,7 +176,7 @@ class PrefixRunner:
                 leaves, spec = tree_flatten(computed)
                 parts = iter(through([x for x in leaves if isinstance(x, Tensor)]))
                 value = tree_unflatten([next(parts) if isinstance(x, Tensor) else x for x in leaves], spec)
-            again = _seeded(lambda: self.run_from(boundary, value, content))
+            again = seeded(lambda: self.run_from(boundary, value, content))
         if not same_outputs(tree_map(_detached, outputs), tree_map(_detached, again)):
             return f"the part behind {self.layers[boundary].name!r} gives other outputs when it runs alone."
         return ""
@@ -292,35 +293,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _seeded(run: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)  # inside a fork of the generators
-    return run()
-
-
-def _generator_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states += torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_generator_states(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
-
-
-@contextmanager
-def _given_back(model: nn.Module) -> Iterator[None]:
-    """Run the block in the modes of now and give buffers and generators back."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])

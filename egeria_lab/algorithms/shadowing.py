@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from egeria_lab.algorithms.tracing import _replaced_forwards
+from egeria_lab.algorithms.tracing import replaced_forwards
 
 LARGE, SMALL = 3, 2  # samples in the two recordings
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -46,9 +46,11 @@ class Leaf:
     fill: Tensor
 
     def make(self, rows: int) -> Tensor:
+        """The placeholder for a batch of this many samples."""
         return self.fill.expand(self.shape(rows))
 
     def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape for a batch of this many samples."""
         return tuple(size + up * (rows - LARGE) for size, up in zip(self.large, self.slope, strict=True))
 
 
@@ -60,10 +62,12 @@ class Template:
     leaves: tuple[Any, ...]  # Leaf for tensors, anything else as it was
 
     def make(self, rows: int) -> Any:
+        """The placeholder for a batch of this many samples."""
         return tree_unflatten([x.make(rows) if isinstance(x, Leaf) else x for x in self.leaves], self.spec)
 
 
 Steps = dict[nn.Module, list[tuple[Do, Template | None] | None]]
+"""For each shadowed module what its calls do, in order; None for the module's own forward."""
 
 
 @dataclass(slots=True)
@@ -77,22 +81,45 @@ class Plan:
 
 
 class Taken:
-    """What a shadowed forward pass leaves behind."""
+    """What a shadowed forward pass leaves behind.
+
+    Attributes:
+        value: the output of the call that was taken, copied.
+    """
 
     def __init__(self, expected: int) -> None:
         self.value: Any = None
         self._open = expected
 
     def done(self) -> None:
+        """Count one shadowed call."""
         self._open -= 1
 
     @property
     def complete(self) -> bool:
+        """True when every shadowed call was made."""
         return self._open == 0
 
 
 @contextmanager
 def shadowed(steps: Steps, value: Any, rows: int) -> Iterator[Taken]:
+    """Shadow modules while the block runs; afterwards each instance has what it had before.
+
+    Args:
+        steps: what the calls do, from `make_steps`.
+        value: what a call returns that gives a value.
+        rows: samples in the batch, for placeholders.
+
+    Raises:
+        CutReachedError: inside the block, from a call that stops.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with shadowed({model[0]: [(Do.GIVE, None)]}, torch.ones(1, 2), 1) as taken:
+        ...     print(model(torch.zeros(1, 2)), taken.complete)
+        tensor([[1., 1.]]) True
+    """
     taken = Taken(sum(step is not None for todo in steps.values() for step in todo))
 
     def shadow(module: nn.Module) -> Callable[..., Any]:
@@ -118,11 +145,18 @@ def shadowed(steps: Steps, value: Any, rows: int) -> Iterator[Taken]:
 
         return run
 
-    with _replaced_forwards({module: shadow(module) for module in steps}):
+    with replaced_forwards({module: shadow(module) for module in steps}):
         yield taken
 
 
 def make_steps(begin: Plan | None, end: Plan | None, at_end: Do) -> Steps:
+    """What to shadow so that a pass begins behind one cut and ends at another one.
+
+    Args:
+        begin: the cut to begin behind, or None for the inputs.
+        end: a later cut, or None for the outputs; one of the two is given.
+        at_end: `Do.STOP` or `Do.TAKE`.
+    """
     plan = begin if begin is not None else end
     assert plan is not None
     last = len(plan.calls) - 1 if end is None else end.cut
@@ -154,7 +188,14 @@ def _outermost(plan: Plan) -> set[int]:
 
 
 def template_of(large: Any, small: Any) -> Template | None:
-    """The common structure of an output for 3 and for 2 samples, or None."""
+    """The common structure of an output for 3 and for 2 samples, or None.
+
+    Example:
+        >>> import torch
+        >>> template = template_of((torch.zeros(3, 5), None), (torch.zeros(2, 5), None))
+        >>> template.make(7)[0].shape
+        torch.Size([7, 5])
+    """
     leaves, spec = tree_flatten(large)
     others, spec_small = tree_flatten(small)
     if spec != spec_small:
@@ -184,6 +225,13 @@ def _filling(tensor: Tensor, slope: tuple[int, ...]) -> Tensor:
 
 
 def not_cacheable(template: Template) -> str:
+    """Why such an output cannot be kept sample by sample; empty when it can.
+
+    Example:
+        >>> import torch
+        >>> not_cacheable(template_of(torch.zeros(5, 3), torch.zeros(5, 2)))
+        'it holds a tensor of shape (5, batch), which does not have the samples in front'
+    """
     if not any(isinstance(leaf, Leaf) for leaf in template.leaves):
         return "it holds no tensor"
     for leaf in template.leaves:

@@ -61,7 +61,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_forwards(replace: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(replace: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Shadow the forward of some modules; afterwards each instance has what it had before."""
     had: dict[nn.Module, Any] = {module: module.__dict__.get("forward") for module in replace}
     try:
@@ -104,7 +104,7 @@ def record(model: nn.Module, forward: Forward) -> tuple[list[Call], object]:
 
         return run
 
-    with _replaced_forwards({module: recording(module) for module in names}):
+    with replaced_forwards({module: recording(module) for module in names}):
         outputs = forward()
     return calls, outputs
 
@@ -156,7 +156,7 @@ def skipping(calls: list[Call], cut: int, value: Any) -> Iterator[None]:
 
         return run
 
-    with _replaced_forwards({module: shadow(module) for module in positions}):
+    with replaced_forwards({module: shadow(module) for module in positions}):
         yield
 
 

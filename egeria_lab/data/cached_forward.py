@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from egeria_lab.algorithms.prefix import PrefixRunner
 from egeria_lab.algorithms.row_exactness import Compute, RowExactness
 from egeria_lab.data.activation_cache import CachedPrefix, OnEvent
+from egeria_lab.data.row_format import round_trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class CachedForward:
     Example:
         >>> from torch import nn
         >>> from egeria_lab.algorithms.layers import layers
-        >>> from egeria_lab.data.activation_cache import ActivationCache
+        >>> from egeria_lab.data.activation_cache import ActivationCache, CachedPrefix
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> batch, ids, views = torch.randn(16, 4), torch.arange(16), torch.zeros(16, dtype=torch.int64)
         >>> _ = model[0].requires_grad_(False)
@@ -141,7 +142,7 @@ class CachedForward:
         return self._crossings[boundary]
 
     def _examine(self, boundary: int, content: Any) -> _Crossing | str:
-        through = self.cache.round_trip if self.cache.settings.exact else None
+        through = round_trip if self.cache.settings.exact else None
         reason = self.runner.verify(boundary, content, through)
         if reason:
             return reason

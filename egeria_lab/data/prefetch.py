@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
-from egeria_lab.data.activation_store import CacheStore, Keys, Mask, Rows
+from egeria_lab.data.activation_store import CacheStore, Keys, Mask
+from egeria_lab.data.row_format import Rows
 
 
 class Coming:
@@ -66,8 +68,16 @@ class Coming:
             self._there.set()
 
 
+# Waking another thread costs about 0.2 ms, as much as reading this much.
+SMALL_BATCH_BYTES = 2**18
+
+
 class Prefetcher:
     """Reads batches in the order in which they were given; the thread starts with the first one.
+
+    Args:
+        depth: announced batches to be ahead, >= 0.
+        pin_memory: read into page-locked memory.
 
     Example:
         >>> store = CacheStore(None, num_keys=4, row_bytes=2, max_bytes=100)
@@ -82,13 +92,38 @@ class Prefetcher:
         >>> prefetcher.close(); store.close()
     """
 
-    def __init__(self, pin_memory: bool = False) -> None:
+    def __init__(self, depth: int = 4, pin_memory: bool = False) -> None:
+        self._depth = depth
         self._pin_memory = pin_memory
+        self._announced: Iterator[Keys] = iter(())
+        self._ahead: deque[Keys] = deque()  # announced batches that were looked at
         self._queue: deque[Coming] = deque()
         self._todo: deque[Coming] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    def announce(self, batches: Iterator[Keys]) -> None:
+        """Tell the keys of the coming batches; they are drawn by `look_ahead`, as far as needed."""
+        self.drop()
+        self._ahead.clear()
+        self._announced = batches
+
+    def look_ahead(self, after: Keys, stores: Iterable[CacheStore]) -> None:
+        """Ask for announced batches until enough of them lie ahead of batch `after`, from all stores."""
+        for position, ahead in enumerate(self._ahead):
+            if np.array_equal(ahead, after):
+                for _ in range(position + 1):
+                    self._ahead.popleft()
+                break
+        while len(self._ahead) < self._depth:
+            keys = next(self._announced, None)
+            if keys is None:
+                return
+            self._ahead.append(keys)
+            for store in stores:
+                if len(keys) * store.row_bytes >= SMALL_BATCH_BYTES and store.holds(keys).any():
+                    self.give(store, keys)
 
     def give(self, store: CacheStore, keys: Keys) -> None:
         """Ask for a batch."""

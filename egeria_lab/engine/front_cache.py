@@ -71,6 +71,7 @@ class FrontCache:
             settings,
             num_samples=source.num_samples,
             views=views,
+            names=layers.names,
             on_event=on_event,
             pin_memory=trainer.device.type == "cuda",
         )

@@ -79,7 +79,10 @@ class Recorder:
         self._elapsed = 0.0
 
     def flops(self, frozen: Sequence[str]) -> StepFlops:
-        """FLOPs per sample under a frozen set, counted once for each set that occurs."""
+        """FLOPs per sample under a frozen set, counted once for each set that occurs.
+
+        A set that has not occurred is counted by running the model: only the training thread may ask for one.
+        """
         key = tuple(frozen)
         if key not in self._flops:
             start = time.perf_counter()
@@ -182,7 +185,9 @@ class Recorder:
 
     def ledger(self) -> Ledger:
         """The savings ledger as of now."""
-        flops = self.flops(())
+        # Never counted here: a view asks from its own thread, which may not run the model.
+        nothing = (0.0,) * len(self.layers)
+        flops = self._flops.get((), StepFlops(nothing, nothing))
         rows = tuple(
             LedgerLayer(
                 name=row.name, parameters=row.num_parameters, forward_flops=forward, backward_flops=backward,

@@ -21,10 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from egeria_lab.data import activation_cache, activation_store
+from egeria_lab.data import activation_store, prefetch
 from egeria_lab.data.activation_cache import ActivationCache, CachedPrefix
-from egeria_lab.data.activation_store import CacheStore, RowFormat
+from egeria_lab.data.activation_store import CacheStore
 from egeria_lab.data.prefetch import Prefetcher
+from egeria_lab.data.row_format import RowFormat
 from egeria_lab.errors import InvalidSettingError
 
 Events = list[tuple[str, str]]
@@ -237,7 +238,7 @@ def test_invalidation_forgets_everything_at_once(make: Any, tmp_path: Path) -> N
 
 @pytest.fixture(autouse=True)
 def small_batches_are_read_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_cache, "_SMALL_BATCH_BYTES", 0)
+    monkeypatch.setattr(prefetch, "SMALL_BATCH_BYTES", 0)
 
 
 def run_epochs(cache: CachedPrefix, epochs: int, told: Callable[[list[Tensor]], Any] = lambda b: b) -> int:
