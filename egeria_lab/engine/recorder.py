@@ -77,6 +77,7 @@ class Recorder:
         self._epoch = EpochTotals()
         self._samples = 0
         self._elapsed = 0.0
+        self.flops(())
 
     def flops(self, frozen: Sequence[str]) -> StepFlops:
         """FLOPs per sample under a frozen set, counted once for each set that occurs.
@@ -89,8 +90,10 @@ class Recorder:
             content = self.trainer.to_device(self.example.content)
 
             def loss() -> Tensor:
-                outputs, targets = self.trainer.run_model(self.trainer.model, content)
-                return self.trainer.checked_loss(outputs, targets, self.example).mean()
+                # Any scalar of the outputs costs the model the same; the user's own loss may not be ready yet.
+                outputs, _ = self.trainer.run_model(self.trainer.model, content)
+                found = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+                return next((x for x in found if x.requires_grad), found[0]).float().sum()
 
             with self.trainer.private_draws("count", 0):
                 self._flops[key] = count_flops(self.trainer.model, self.layers, loss, len(self.example), key)
@@ -185,9 +188,7 @@ class Recorder:
 
     def ledger(self) -> Ledger:
         """The savings ledger as of now."""
-        # Never counted here: a view asks from its own thread, which may not run the model.
-        nothing = (0.0,) * len(self.layers)
-        flops = self._flops.get((), StepFlops(nothing, nothing))
+        flops = self._flops[()]  # counted when this was built: a view's thread may not run the model
         rows = tuple(
             LedgerLayer(
                 name=row.name, parameters=row.num_parameters, forward_flops=forward, backward_flops=backward,
