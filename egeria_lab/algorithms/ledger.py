@@ -144,6 +144,10 @@ class Ledger:
                 "cost of watching", "–", percent(-book.monitor_fraction if book.monitor_fraction else 0.0),
                 watching, "plasticity readings, snapshots and counting, not included above",
             ],
+            [
+                "most that freezing can save", percent(1 - self.always_active_share), "–", "of the FLOPs",
+                f"{self.layers[-1].name}, the head, and every forward pass remain; only a cache saves more",
+            ],
         ]  # fmt: skip
 
     def __repr__(self) -> str:

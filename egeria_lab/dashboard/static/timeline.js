@@ -51,7 +51,8 @@ class TimelineView {
         name: make("span", { class: "egl-lane-name" }), pending: make("span", { class: "egl-pending", hidden: true }, "pending"),
         freeze: button(), pin: button(),
       };
-      parts.row = make("div", { class: "egl-lane-label", style: `height:${this.rowHeight}px` }, parts.name, parts.pending, parts.freeze, parts.pin);
+      const tall = this.rowHeight >= 36 ? " egl-tall" : "";  // few layers: room for the title below the name
+      parts.row = make("div", { class: `egl-lane-label${tall}`, style: `height:${this.rowHeight}px` }, parts.name, parts.pending, parts.freeze, parts.pin);
       return parts;
     });
     this.labels.replaceChildren(...this.rows.map((parts) => parts.row));
