@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from egeria_lab.engine.building import build_model, check_arguments, load_data
 from egeria_lab.engine.devices import choose_device
 from egeria_lab.engine.front_cache import FrontCache
 from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.progress import ProgressBar
 from egeria_lab.engine.recorder import Recorder, StepRecord
 from egeria_lab.engine.rules import FreezeSettings, ScheduleRule, make_rule
@@ -371,7 +373,11 @@ class Session:
 
     def savings(self) -> Ledger:
         """The ledger: FLOPs, time and memory, theoretical and measured, each with its reason."""
-        return self.recorder.ledger()
+        ledger = self.recorder.ledger()
+        if isinstance(self.rule, PlasticityMonitor):
+            worker, waited = self.rule.reader.seconds, self.rule.waited_seconds
+            ledger = replace(ledger, worker_seconds=worker, waited_seconds=waited)
+        return ledger if self.cache is None else replace(ledger, cache=asdict(self.cache.statistics))
 
     def subscribe(self, callback: Callable[[Event], None], event: type[Event] | None = None) -> Callable[[], None]:
         """Call `callback` with each new event (of one kind); returns a function that ends it."""

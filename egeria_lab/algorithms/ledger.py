@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,17 @@ class Ledger:
         book: the running totals.
         layers: the cost of each layer module, front to back.
         predicted_saved_bytes: bytes kept for backward as predicted from the run with nothing frozen.
+        worker_seconds: processor time that the reference spent beside the training thread.
+        waited_seconds: time the training thread waited for it; part of the book's monitoring time.
+        cache: figures of the activation cache by name, or None when there is none.
     """
 
     book: CostBook
     layers: tuple[LedgerLayer, ...]
     predicted_saved_bytes: float | None = None
+    worker_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    cache: Mapping[str, float] | None = None
 
     @property
     def memory_saved_fraction(self) -> float | None:
@@ -101,6 +107,8 @@ class Ledger:
                 "predicted_saved_fraction": book.flops_saved_fraction,
                 "measured_saved_fraction": book.time_saved_fraction,
                 "monitor_fraction": book.monitor_fraction,
+                "worker_seconds": self.worker_seconds,
+                "waited_seconds": self.waited_seconds,
                 "why": why["time"],
             },
             "memory": {
@@ -110,6 +118,7 @@ class Ledger:
                 "theoretical_saved_fraction": self.memory_predicted_fraction,
                 "why": why["memory"],
             },
+            "cache": None if self.cache is None else dict(self.cache),
             "layers": [
                 {
                     "name": layer.name,
@@ -127,6 +136,8 @@ class Ledger:
         book, why = self.book, self.why()
         executed = f"{amount(book.executed_flops, 'FLOPs')} of {amount(book.full_flops, 'FLOPs')}"
         watching = f"{book.monitor_seconds:.1f} s in {book.steps:,} steps"
+        if self.worker_seconds:
+            watching += f", {self.waited_seconds:.1f} s of it waiting; {self.worker_seconds:.1f} s on the worker"
         kept = "–"
         if book.saved_bytes is not None and book.full_saved_bytes is not None:
             kept = f"{amount(book.saved_bytes, 'B')} of {amount(book.full_saved_bytes, 'B')} a step"
@@ -148,7 +159,17 @@ class Ledger:
                 "most that freezing can save", percent(1 - self.always_active_share), "–", "of the FLOPs",
                 f"{self.layers[-1].name}, the head, and every forward pass remain; only a cache saves more",
             ],
+            *self._cache_rows(),
         ]  # fmt: skip
+
+    def _cache_rows(self) -> list[list[str]]:
+        if self.cache is None:
+            return []
+        hits, misses = int(self.cache["hits"]), int(self.cache["misses"])
+        served = f"{hits:,} of {hits + misses:,} rows served, {amount(self.cache['num_bytes'], 'B')} on disk"
+        reading, writing = self.cache["wait_seconds"], self.cache["write_seconds"]
+        cost = f"{reading:.1f} s reading, {writing:.1f} s writing, within the step times"
+        return [["activation cache", "in FLOPs", "in time", served, cost]]
 
     def __repr__(self) -> str:
         return text_table(_HEAD, self._rows())

@@ -67,6 +67,7 @@ class FrontCache:
             events.append(built if kind == "built" else CacheNotice(step=step, kind=kind, message=message))
 
         self._versions: tuple[int, ...] = ()
+        self._transforms = _transforms(source.dataset)
         self._rows = CachedPrefix(
             settings,
             num_samples=source.num_samples,
@@ -87,6 +88,7 @@ class FrontCache:
     def run(self, batch: Batch, content: Any) -> Any:
         """The model's outputs and the targets for one training batch."""
         boundary = min(self.board.prefix_length, len(self.layers) - 1) - 1
+        self._check_transform()
         self._check_weights(boundary)
         views = batch.views if batch.views is not None else torch.zeros_like(batch.ids)
         outputs = self._forward(boundary if boundary >= 0 else None, batch.ids, views, content)
@@ -117,6 +119,16 @@ class FrontCache:
         """End the reading thread and remove the files."""
         self._rows.close()
 
+    def _check_transform(self) -> None:
+        """A data set whose transform was exchanged hands out other samples under the same ids."""
+        now = _transforms(self.source.dataset)
+        if any(a is not b for a, b in zip(now, self._transforms, strict=True)):
+            self._transforms = now
+            replayable, reason = dataset_is_replayable(self.source.dataset)
+            if not replayable:
+                raise InvalidSettingError(f"the activation cache cannot go on: {reason}")
+            self.invalidate("the transform of the data set was changed")
+
     def _check_weights(self, boundary: int) -> None:
         """Tensors count how often they were written to: a load of weights into the front is found out."""
         before, self._versions = self._versions, ()
@@ -126,6 +138,11 @@ class FrontCache:
     def _front_versions(self, boundary: int) -> tuple[int, ...]:
         front = self.layers[: boundary + 1]
         return tuple(t._version for layer in front for t in (*layer.parameters, *_buffers(layer.modules)))
+
+
+def _transforms(dataset: Any) -> tuple[Any, ...]:
+    names = ("transforms", "transform", "target_transform")
+    return tuple(getattr(dataset, name, None) for name in names)
 
 
 def _buffers(modules: list[torch.nn.Module]) -> list[torch.Tensor]:

@@ -158,3 +158,56 @@ def test_cache_settings_are_checked() -> None:
         lab.ActivationCache(dtype="float8")
     with pytest.raises(lab.InvalidSettingError, match="cache"):
         session({"dtype": "float32"})  # type: ignore[arg-type]
+
+
+class Scaled(Dataset[tuple[torch.Tensor, int]]):
+    """Has a transform that its owner may exchange."""
+
+    def __init__(self, data: lab.Data) -> None:
+        self.plain = data.train
+        self.transform: Any = None
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self.plain[index]
+        return (image if self.transform is None else self.transform(image)), int(label)
+
+
+class Twice:
+    """A transform without randomness, declared so."""
+
+    replayable = True
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_transform_exchanged_mid_run_empties_the_cache() -> None:
+    data = lab.data.load("synthetic", **SMALL)
+    traces = []
+    for cache in (None, always_on()):
+        dataset = Scaled(data)
+        model = lab.models.build("resnet8", input_shape=(1, 12, 12), num_classes=10)
+        run = lab.Session(model, (dataset, data.valid), epochs=8, batch_size=64, freeze=None, cache=cache)
+        run.freeze("layers.0")
+        run.step(8)
+        dataset.transform = Twice()
+        run.step(4)
+        traces.append(run.history.steps["loss"].tolist())
+        if cache is not None:
+            assert any("transform" in e.sentence() for e in run.events.of(CacheNotice))
+        run.close()
+    assert traces[0] == traces[1]
+
+
+def test_the_ledger_tells_what_the_cache_served_and_cost() -> None:
+    cached = session(always_on())
+    cached.freeze("layers.0")
+    cached.step(8)
+    ledger = cached.savings()
+    told = ledger.to_dict()["cache"]
+    assert told["hits"] == 4 * 64
+    assert "256 of 512 rows served" in repr(ledger)
+    cached.close()
