@@ -10,7 +10,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -478,6 +479,12 @@ def test_five_and_five_and_pause(make_session: Make, losses: Losses) -> None:
     assert session.planned_steps == 24
 
 
+def in_own_loop(make: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+    """Run on a thread of its own: the main thread may have an event loop already (a browser beside it)."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(make())).result()
+
+
 def test_awaiting_a_run(make_session: Make, losses: Losses) -> None:
     session, plain = make_session(), make_session()
     ticks = []
@@ -493,7 +500,7 @@ def test_awaiting_a_run(make_session: Make, losses: Losses) -> None:
         await ticking
         return done
 
-    assert asyncio.run(main())
+    assert in_own_loop(main)
     assert ticks  # the loop was free meanwhile
     plain.step(40)
     assert losses(session) == losses(plain)
@@ -502,7 +509,7 @@ def test_awaiting_a_run(make_session: Make, losses: Losses) -> None:
 def test_awaiting_a_failing_run_raises(make_session: Make) -> None:
     session = make_session(loss=Failing(at=2))
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(session.run_async(steps=5))
+        in_own_loop(lambda: session.run_async(steps=5))
 
 
 # --- interrupts ------------------------------------------------------------------------------------------
