@@ -19,6 +19,7 @@ from egeria_lab.benchmarks.harness import write
 from egeria_lab.benchmarks.suites import SUITES, suite
 from egeria_lab.demo import DemoResult, run_demo
 from egeria_lab.doctor import examine
+from egeria_lab.engine.threads import available_cores
 from egeria_lab.errors import EgeriaLabError, InvalidSettingError
 from egeria_lab.session import Session
 from egeria_lab.tables import percent, text_table
@@ -86,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if options.threads is not None and options.threads < 1:
-        raise InvalidSettingError(f"--threads must be a whole number >= 1, got {options.threads}.")
+    most = 4 * available_cores()
+    if options.threads is not None and not 1 <= options.threads <= most:
+        raise InvalidSettingError(f"--threads must be a whole number from 1 to {most}, got {options.threads}.")
     shown = 0
     bar: Any = None
 

@@ -5,6 +5,7 @@ Every message says what was given, what is allowed, and what to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -65,3 +66,23 @@ def require(condition: bool, owner: str, field: str, given: object, allowed: str
     """
     if not condition:
         raise InvalidSettingError(f"{owner}.{field} must be {allowed}, got {given!r}.")
+
+
+def is_whole(value: object) -> bool:
+    """True for a whole number that is no truth value.
+
+    Example:
+        >>> is_whole(3), is_whole(3.0), is_whole(True)
+        (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """True for a finite number that is no truth value.
+
+    Example:
+        >>> is_number(0.5), is_number(float("nan")), is_number("0.5")
+        (True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

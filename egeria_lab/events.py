@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from egeria_lab.errors import require
+
 Scalar = str | int | float | bool | None
 
 
@@ -308,7 +310,13 @@ class EventLog:
 
         Returns:
             A function that ends the subscription; calling it twice is harmless.
+
+        Raises:
+            InvalidSettingError: when `callback` cannot be called, or `event` is no event class.
         """
+        require(callable(callback), "subscribe", "callback", callback, "a function of one event")
+        known = event is None or (isinstance(event, type) and issubclass(event, Event))
+        require(known, "subscribe", "event", event, "an event class such as egeria_lab.events.LayerFrozen, or None")
         entry = (callback, event or Event)
         with self._lock:
             self._subscribers.append(entry)

@@ -109,7 +109,7 @@ class Session:
         augment: Views | None = None,
         deterministic: bool = False,
     ) -> None:
-        check_arguments(batch_size, epochs, seed, freeze, cache, augment)
+        check_arguments(batch_size, epochs, seed, freeze, cache, augment, layers)
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
@@ -151,6 +151,7 @@ class Session:
         self._runner = Runner(self)
         self._lock = threading.RLock()
         self._batches: Any = None
+        self._closed = False
         self._steps_done = 0
         self._view: Any = None
         self._busy = False
@@ -166,6 +167,7 @@ class Session:
             TrainingError: when the budget is used up, or the loss is not finite (the step is not applied).
         """
         require(isinstance(n, int) and n >= 1, "Session.step", "n", n, "a whole number >= 1")
+        self._check_open()
         for _ in range(n):
             self._runner.check_free()
             record = self.advance()
@@ -218,6 +220,7 @@ class Session:
         Raises:
             Exception: whatever a failing step raised; history is kept.
         """
+        self._check_open()
         target = self.budget.target(self._steps_done, steps, epochs)
         last: list[StepRecord] = []
         with ProgressBar(target - self._steps_done, progress, self.name) as show:
@@ -237,6 +240,7 @@ class Session:
                 lengthens the plan. The first call decides the plan when the session was made without one.
             steps: the same in steps.
         """
+        self._check_open()
         self._runner.start(self.budget.target(self._steps_done, steps, epochs))
 
     def pause(self) -> None:
@@ -398,9 +402,10 @@ class Session:
         return written
 
     def close(self) -> None:
-        """Stop, thaw everything and leave nothing of ours in the model."""
+        """Stop, thaw everything and leave nothing of ours in the model; what was recorded can still be read."""
         self._runner.shut_down()
         with self._lock:
+            self._closed = True
             self._steering.close(self._steps_done)
             if self.rule is not None:
                 self.rule.close()
@@ -453,7 +458,12 @@ class Session:
         return str(self.device), torch.get_num_threads()
 
     def _put(self, command: c.Command) -> c.Receipt:
+        self._check_open()
         return self.commands.put(command)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidSettingError("this session is closed; build a new one around session.model to train on.")
 
     def _on_command(self) -> None:
         """While a run is under way its own thread lands commands; otherwise this is a step boundary."""

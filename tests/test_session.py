@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import egeria_lab as lab
 from egeria_lab.errors import TrainingError
-from egeria_lab.events import EpochFinished, RunFailed
+from egeria_lab.events import EpochFinished, Event, RunFailed
 
 Make = Callable[..., lab.Session]
 Losses = Callable[[lab.Session], list[float]]
@@ -697,3 +699,70 @@ def test_repr_and_layers_table(make_session: Make) -> None:
     assert repr(session) == "Session(TinyNet on synthetic, idle, step 3 of 16, 1 of 3 layers frozen)"
     assert "frozen" in repr(session.layers)
     assert "asked for" in session.layers._repr_html_()
+
+
+def test_a_closed_session_says_so(make_session: Make) -> None:
+    session = make_session()
+    session.step(2)
+    session.close()
+    calls = (session.step, session.start, lambda: session.run(steps=1, progress=False), lambda: session.freeze("first"))
+    for call in calls:
+        with pytest.raises(lab.InvalidSettingError, match="this session is closed"):
+            call()
+    assert len(session.history["steps"]) == 2
+    assert not session.model._forward_pre_hooks
+
+
+def test_a_copy_of_a_model_with_a_frozen_layer_is_free(make_session: Make) -> None:
+    """What is copied or pickled while a layer is frozen trains like any other module."""
+    session = make_session(dropout=0.3)
+    session.step(2)
+    session.freeze("first")
+    session.step(1)
+    for free in (copy.deepcopy(session.model), pickle.loads(pickle.dumps(session.model))):
+        free.requires_grad_(True).train()
+        free(torch.zeros(4, 6))
+        assert all(module.training for module in free.modules())
+    session.close()
+
+
+def test_an_interrupt_while_a_start_is_announced_leaves_the_session_usable(make_session: Make) -> None:
+    session, told = make_session(), []
+
+    def interrupt(event: Event) -> None:
+        if not told:
+            told.append(event)
+            raise KeyboardInterrupt
+
+    session.subscribe(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.start(steps=3)
+    assert session.state == "stopped"
+    session.start(steps=3)
+    assert session.wait(30)
+    assert session.steps_done == 3
+
+
+def test_subscribe_checks_what_it_is_given(make_session: Make) -> None:
+    session = make_session()
+    for wrong in ((None, None), (print, "LayerFrozen"), (print, int)):
+        with pytest.raises(lab.InvalidSettingError):
+            session.subscribe(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda y: y.float(), "labels are float32.*int64"),
+        (lambda y: y.int(), "labels are int32.*int64"),
+        (lambda y: y[:, None], "one class label a sample"),
+    ],
+)
+def test_labels_of_a_wrong_kind_get_a_sentence(
+    make_session: Make, change: Callable[[Tensor], Tensor], sentence: str
+) -> None:
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    data = lab.ArrayDataset(x, change(y))
+    session = make_session(data=(data, data))
+    with pytest.raises(lab.DataError, match=sentence):
+        session.step()

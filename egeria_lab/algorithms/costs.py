@@ -187,6 +187,7 @@ class CostBook:
         train_seconds: measured time of the steps, without monitoring.
         monitor_seconds: measured time of plasticity readings, snapshots and counting.
         full_step_seconds: measured times of steps in which nothing was frozen.
+        baseline_seconds: measured time of the same run without freezing, where one was made beside it.
         saved_bytes: measured bytes kept for backward, newest step that was measured.
         full_saved_bytes: the same with nothing frozen.
     """
@@ -198,6 +199,7 @@ class CostBook:
     monitor_seconds: float = 0.0
     full_step_seconds: list[float] = field(default_factory=list)
     frozen_step_seconds: list[float] = field(default_factory=list)
+    baseline_seconds: float | None = None
     saved_bytes: int | None = None
     full_saved_bytes: int | None = None
 
@@ -210,8 +212,11 @@ class CostBook:
     def time_saved_fraction(self) -> float | None:
         """Measured: total step time against as many median steps with nothing frozen; None if unknown.
 
-        The first steps (warm-up) are left out of the median. Negative when freezing cost time.
+        The first steps (warm-up) are left out of the median. Negative when freezing cost time. With a
+        baseline run beside it, its time is what is compared with, and watching is counted in.
         """
+        if self.baseline_seconds is not None:
+            return 1 - (self.train_seconds + self.monitor_seconds) / self.baseline_seconds
         if len(self.full_step_seconds) < WARM_UP_STEPS + 5:
             return None
         full = _median(self.full_step_seconds[WARM_UP_STEPS:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from egeria_lab.algorithms.freeze_policy import Decision
-from egeria_lab.errors import InvalidSettingError, require, unknown_name
+from egeria_lab.errors import InvalidSettingError, is_number, require, unknown_name
 
 VARIANTS = ("single_shot", "linear", "freezeout", "fixed")
 NEVER = math.inf
@@ -156,13 +156,17 @@ class Schedule:
             raise unknown_name("schedule variant", self.variant, VARIANTS)
         if self.block_lr not in ("cosine", "global"):
             raise unknown_name("block_lr", self.block_lr, ("cosine", "global"))
-        require(0 < self.saving < 1, "Schedule", "saving", self.saving, "in (0, 1)")
-        require(0 < self.max_frozen <= 1, "Schedule", "max_frozen", self.max_frozen, "in (0, 1]")
-        require(0 <= self.start < 1, "Schedule", "start", self.start, "in [0, 1)")
-        require(0 < self.level <= 1, "Schedule", "level", self.level, "in (0, 1]")
+        for name, low_open, high_open in (
+            ("saving", True, True), ("max_frozen", True, False), ("start", False, True), ("level", True, False),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            above = is_number(value) and (value > 0 if low_open else value >= 0)
+            inside = above and (value < 1 if high_open else value <= 1)
+            allowed = f"in {'(' if low_open else '['}0, 1{')' if high_open else ']'}"
+            require(inside, "Schedule", name, value, allowed)
         for name in ("interval_epochs", "interval_steps"):
             value = getattr(self, name)
-            require(value is None or value > 0, "Schedule", name, value, "> 0 or None")
+            require(value is None or (is_number(value) and value > 0), "Schedule", name, value, "> 0 or None")
         if self.interval_epochs is not None and self.interval_steps is not None:
             raise InvalidSettingError(
                 f"Schedule: give interval_epochs or interval_steps, not both; got {self.interval_epochs} and "

@@ -108,7 +108,7 @@ class Freezer:
             self._park(parameter, parked)
         self._parked[name] = parked
         if self._hook is None:
-            self._hook = self.model.register_forward_pre_hook(self._hold_modes)
+            self._hook = self.model.register_forward_pre_hook(_ModeKeeper(self))
         self.hold()
         return True
 
@@ -207,9 +207,6 @@ class Freezer:
         for key in shared & parked.state.keys():
             keeper.state[key] = parked.state.pop(key)
 
-    def _hold_modes(self, _module: nn.Module, _inputs: object) -> None:
-        self.hold()
-
     def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
@@ -222,6 +219,20 @@ def _moved(state: dict[str, Any], device: torch.device | None, skip: str = "") -
     return {
         key: value.to(device) if isinstance(value, Tensor) and key != skip else value for key, value in state.items()
     }
+
+
+class _ModeKeeper:
+    """The hook that keeps frozen modules in eval mode; a copied or pickled model gets one that does nothing."""
+
+    def __init__(self, freezer: Freezer | None) -> None:
+        self._freezer = freezer
+
+    def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        if self._freezer is not None:
+            self._freezer.hold()
+
+    def __reduce__(self) -> tuple[type[_ModeKeeper], tuple[None]]:
+        return _ModeKeeper, (None,)
 
 
 def freeze_layers(

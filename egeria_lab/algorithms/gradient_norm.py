@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from egeria_lab.algorithms.freeze_policy import Decision
-from egeria_lab.errors import require
+from egeria_lab.errors import is_number, is_whole, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,12 @@ class GradientNorm:
     prefix: ClassVar[str] = "freeze"
 
     def __post_init__(self) -> None:
-        require(self.interval_steps >= 1, "GradientNorm", "interval_steps", self.interval_steps, ">= 1")
-        require(0 < self.percentile <= 100, "GradientNorm", "percentile", self.percentile, "in (0, 100]")
-        require(self.warm_up >= 2, "GradientNorm", "warm_up", self.warm_up, ">= 2")
-        allowed = self.max_frozen is None or 0 < self.max_frozen <= 1
+        for name, low in (("interval_steps", 1), ("warm_up", 2)):
+            value = getattr(self, name)
+            require(is_whole(value) and value >= low, "GradientNorm", name, value, f"a whole number >= {low}")
+        percent = is_number(self.percentile) and 0 < self.percentile <= 100
+        require(percent, "GradientNorm", "percentile", self.percentile, "in (0, 100]")
+        allowed = self.max_frozen is None or (is_number(self.max_frozen) and 0 < self.max_frozen <= 1)
         require(allowed, "GradientNorm", "max_frozen", self.max_frozen, "in (0, 1] or None")
 
 

@@ -77,7 +77,9 @@ class Ledger:
             flops = "layers were frozen for a while and are trained again"
             memory = "0 B now: no layer is frozen"
         time = "steps are timed against the median of those with nothing frozen"
-        if self.book.time_saved_fraction is None:
+        if self.book.baseline_seconds is not None:
+            time = "measured beside the same run without freezing, watching included"
+        elif self.book.time_saved_fraction is None:
             time = "too few steps with nothing frozen to compare with"
         return {"flops": flops, "time": time, "memory": memory}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -70,13 +71,7 @@ def write_report(session: SessionView, path: str | os.PathLike[str], *, x: str =
         ...     write_report(Session("mlp", "digits"), f"{folder}/run.html").name
         'run.html'
     """
-    target = Path(path).expanduser().absolute()
-    if target.is_dir():
-        raise EgeriaLabError(f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html.")
-    if not target.parent.is_dir():
-        raise EgeriaLabError(
-            f"Cannot write the report to {target}: its folder does not exist. Create {target.parent} first."
-        )
+    target = check_destination(path)
     page = render_report(session, x=x)
     part = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
@@ -84,6 +79,40 @@ def write_report(session: SessionView, path: str | os.PathLike[str], *, x: str =
         part.replace(target)
     except OSError as error:
         part.unlink(missing_ok=True)
+        raise EgeriaLabError(
+            f"Cannot write the report to {target}: {error.strerror}. Choose a folder that you may write to."
+        ) from error
+    return target
+
+
+def check_destination(path: str | os.PathLike[str]) -> Path:
+    """Where a report would be written, links followed; raises before any work is done when it cannot be.
+
+    Raises:
+        EgeriaLabError: when the path is no plain file, its folder does not exist or cannot be written to, or
+            the file may not be replaced.
+
+    Example:
+        >>> check_destination("run.html").name
+        'run.html'
+    """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise EgeriaLabError(f"Cannot write the report to {path!r}: give a file name, as in run.html.")
+    target = Path(path).expanduser().resolve()
+    if target.is_dir():
+        raise EgeriaLabError(f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html.")
+    if not target.parent.is_dir():
+        raise EgeriaLabError(
+            f"Cannot write the report to {target}: its folder does not exist. Create {target.parent} first."
+        )
+    if target.exists() and not target.is_file():
+        raise EgeriaLabError(f"Cannot write the report to {target}: it is no plain file. Give a file name.")
+    if target.exists() and not target.stat().st_mode & 0o200:
+        raise EgeriaLabError(f"Cannot write the report to {target}: the file is write-protected. Give another name.")
+    try:
+        with NamedTemporaryFile(dir=target.parent, prefix=".egeria-lab-"):
+            pass
+    except OSError as error:
         raise EgeriaLabError(
             f"Cannot write the report to {target}: {error.strerror}. Choose a folder that you may write to."
         ) from error

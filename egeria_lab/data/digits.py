@@ -18,7 +18,7 @@ def digits() -> Data:
     """Handwritten digits, 8x8 grey, 10 classes: 1,437 + 360 images from scikit-learn."""
     try:  # not at the top: scikit-learn takes a second to import, and nothing else here needs it
         datasets = import_module("sklearn.datasets")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingPackageError("Data set 'digits' needs scikit-learn: pip install scikit-learn.") from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     inputs = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8).div_(16.0)

@@ -20,7 +20,13 @@ from egeria_lab.errors import DataError, InvalidSettingError, LayerError, requir
 
 
 def check_arguments(
-    batch_size: int, epochs: float | None, seed: int, freeze: Any, cache: Any = None, augment: Any = None
+    batch_size: int,
+    epochs: float | None,
+    seed: int,
+    freeze: Any,
+    cache: Any = None,
+    augment: Any = None,
+    layers: Any = None,
 ) -> None:
     """Raise for arguments of `Session` that are out of range, before anything is built.
 
@@ -34,6 +40,8 @@ def check_arguments(
     require(isinstance(seed, int) and not isinstance(seed, bool), "Session", "seed", seed, "a whole number")
     known = freeze is None or isinstance(freeze, (Plasticity, Schedule, GradientNorm))
     require(known, "Session", "freeze", freeze, "lab.Plasticity(…), lab.Schedule(…), lab.GradientNorm(…) or None")
+    is_list = layers is None or (isinstance(layers, (list, tuple)) and all(isinstance(name, str) for name in layers))
+    require(is_list, "Session", "layers", layers, "a list of submodule names, front to back, or None")
     is_cache = cache is None or isinstance(cache, ActivationCache)
     require(is_cache, "Session", "cache", cache, "lab.ActivationCache(…) or None")
     if augment is not None and not hasattr(augment, "view_of"):

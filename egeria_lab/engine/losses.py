@@ -42,8 +42,19 @@ def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
             f"the model gave outputs for {len(outputs)} samples and labels for {given} came with them; return one "
             "row of scores a sample, or give loss= for another task."
         )
-    if targets.is_floating_point() or targets.numel() == 0:
+    probabilities = targets.is_floating_point() and targets.shape == outputs.shape
+    if probabilities or targets.numel() == 0:
         return
+    if targets.dtype != torch.int64:
+        raise DataError(
+            f"labels are {str(targets.dtype).removeprefix('torch.')}, and cross-entropy needs int64 class labels (or "
+            "probabilities, one a class): convert them with .long(), or give loss= for another task."
+        )
+    if targets.dim() == outputs.dim() and targets.shape[1:] != outputs.shape[1:]:
+        raise DataError(
+            f"labels have shape {tuple(targets.shape)} for outputs of shape {tuple(outputs.shape)}: give one class "
+            "label a sample, shape (samples,), for example with .squeeze(1)."
+        )
     token_scores = outputs.dim() == targets.dim() + 1 and outputs.dim() > 2
     classes = outputs.shape[-1] if token_scores and outputs.shape[:-1] == targets.shape else outputs.shape[1]
     wrong = ((targets < 0) | (targets >= classes)) & (targets != -100)

@@ -139,9 +139,10 @@ class PlasticityMonitor:
             Decision(action="set", layer="freeze.tolerance", reason=reason, value=halved),
         ]
 
-    def frozen_set_changed(self, reason: str) -> None:
-        """Take a new snapshot before the next reading: readings of two states are never mixed."""
-        self._refresh_reason = reason
+    def frozen_set_changed(self, reason: str, *, thawed: bool) -> None:
+        """Take a new snapshot before the next reading, after a thaw always, after a freeze as the settings say."""
+        if thawed or self.policy.settings.refresh_on_freeze:
+            self._refresh_reason = reason
 
     def carried_out(self, decision: Decision) -> None:
         """Tell the rule at which learning rate a layer froze, or that criteria are relaxed from now on."""

@@ -38,7 +38,7 @@ class Rule(Protocol):
     def after_evaluation(self, accuracy: float | None, board: LayerBoard) -> list[Decision]:
         """Look at the validation accuracy at the end of an epoch and answer with decisions."""
 
-    def frozen_set_changed(self, reason: str) -> None:
+    def frozen_set_changed(self, reason: str, *, thawed: bool) -> None:
         """Note that a layer was frozen or thawed, by whomever."""
 
     def carried_out(self, decision: Decision) -> None:
@@ -74,7 +74,7 @@ class ScheduleRule:
         """A schedule looks at progress only."""
         return []
 
-    def frozen_set_changed(self, reason: str) -> None:
+    def frozen_set_changed(self, reason: str, *, thawed: bool) -> None:
         """A schedule looks at progress only."""
 
     def carried_out(self, decision: Decision) -> None:
@@ -113,7 +113,7 @@ class GradientNormRule:
         """This rule looks at gradients only."""
         return []
 
-    def frozen_set_changed(self, reason: str) -> None:
+    def frozen_set_changed(self, reason: str, *, thawed: bool) -> None:
         """Gradients of frozen layers are left out by themselves."""
 
     def carried_out(self, decision: Decision) -> None:

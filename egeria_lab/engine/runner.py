@@ -1,11 +1,16 @@
-"""The ways of calling `step()` again and again: in a background thread, in the calling thread, or awaited."""
+"""The ways of calling `step()` again and again: in a background thread, in the calling thread, or awaited.
+
+The file is one piece because start, pause, stop and the end of a run are one state machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -101,6 +106,7 @@ class Runner:
                 target=lambda: context.run(self._run_in_background), name="egeria-lab-trainer", daemon=True
             )
         self._announce_start()
+        _running.add(self)
         self._thread.start()
 
     def pause(self) -> None:
@@ -177,15 +183,22 @@ class Runner:
 
     def _announce_start(self) -> None:
         device, threads = self._session.describe_run()
-        self._session.events.append(
-            RunStarted(
-                step=self._session.steps_done,
-                by="user",
-                planned_steps=self._target,
-                device=device,
-                threads=threads,
+        try:
+            self._session.events.append(
+                RunStarted(
+                    step=self._session.steps_done,
+                    by="user",
+                    planned_steps=self._target,
+                    device=device,
+                    threads=threads,
+                )
             )
-        )
+        except BaseException:  # an interrupt while somebody was being told: nothing has begun
+            with self._condition:
+                self.state, self._looping = "stopped", False
+                if self._thread is not None and not self._thread.is_alive():
+                    self._thread = None
+            raise
 
     def _resume_locked(self) -> None:
         self._want_pause = False
@@ -280,3 +293,15 @@ class Runner:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+_running: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """End background runs before the interpreter goes: a thread inside torch may not outlive it."""
+    for runner in list(_running):
+        runner.shut_down()
+
+
+atexit.register(_end_all)

@@ -118,20 +118,20 @@ class Steering:
         row = self.board[layer]
         row.frozen = True
         row.set(step, reason, by)
-        self._tell_rule(f"{layer} was frozen")
+        self._tell_rule(f"{layer} was frozen", thawed=False)
 
     def _do_thaw(self, layer: str, step: int, by: str, reason: str) -> None:
         self.freezer.thaw(layer)
         row = self.board[layer]
         row.frozen = False
         row.set(step, reason, by)
-        self._tell_rule(f"{layer} was thawed")
+        self._tell_rule(f"{layer} was thawed", thawed=True)
         if self.on_thaw is not None:
             self.on_thaw(f"{layer} was thawed")
 
-    def _tell_rule(self, reason: str) -> None:
+    def _tell_rule(self, reason: str, *, thawed: bool) -> None:
         if self.rule is not None:
-            self.rule.frozen_set_changed(reason)
+            self.rule.frozen_set_changed(reason, thawed=thawed)
 
     def _freeze(self, command: c.FreezeLayer, step: int) -> Event:
         row = self.board[command.layer]

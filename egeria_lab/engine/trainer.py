@@ -123,7 +123,13 @@ class Trainer:
             DataError: when the batch is no ``(inputs, targets)`` pair and there is no `forward`.
         """
         if self.forward is not None:
-            return self.forward(model, content)
+            pair = self.forward(model, content)
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise DataError(
+                    f"forward must return (outputs, targets), got {type(pair).__name__}; end it with "
+                    "`return outputs, targets`."
+                )
+            return pair[0], pair[1]
         if not isinstance(content, (tuple, list)) or len(content) != 2:
             kind = f"{type(content).__name__} of {len(content)}" if hasattr(content, "__len__") else type(content)
             raise DataError(
@@ -199,7 +205,8 @@ class Trainer:
             return content
         if not isinstance(content, (tuple, list)) or len(content) != 2:
             raise DataError("augment= works on batches (inputs, targets); augment other batches inside forward=.")
-        return self.augment(content[0], batch.ids, batch.views), content[1]
+        inputs = self.augment(content[0], batch.ids, batch.views)
+        return [inputs, content[1]] if isinstance(content, list) else (inputs, content[1])
 
     @contextmanager
     def _deterministic(self) -> Iterator[None]:

@@ -211,3 +211,19 @@ def test_the_ledger_tells_what_the_cache_served_and_cost() -> None:
     assert told["hits"] == 4 * 64
     assert "256 of 512 rows served" in repr(ledger)
     cached.close()
+
+
+def test_cache_and_augmentation_together_on_a_tensor_data_set() -> None:
+    """Batches of a list, as torch collates them, keep their form when they are augmented."""
+    data = lab.data.load("synthetic", **SMALL)
+    dataset = torch.utils.data.TensorDataset(data.train.inputs, data.train.targets)  # type: ignore[attr-defined]
+    traces = []
+    for cache in (None, always_on()):
+        model = lab.models.build("resnet8", input_shape=(1, 12, 12), num_classes=10)
+        augment = lab.Augment(flip=True, views=2)
+        run = lab.Session(model, (dataset, dataset), epochs=8, batch_size=64, freeze=None, cache=cache, augment=augment)
+        run.freeze("layers.0")
+        run.step(10)
+        traces.append(run.history.steps["loss"].tolist())
+        run.close()
+    assert traces[0] == traces[1]
