@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,15 @@ def test_the_exit_status_is_the_users_own(ending: str, status: int) -> None:
     )
     assert done.returncode == status, done.stderr
     assert "terminate called" not in done.stderr
+
+
+def test_the_ten_lines_of_the_readme_run_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"```python\n(.*?)```", readme, re.S)[0]
+    monkeypatch.setenv("EGERIA_LAB_STEP_LIMIT", "12")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    check = "\nassert session.state == 'finished', session.state\nprint(session.layers)"
+    done = subprocess.run([sys.executable, "-c", lines + check], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "layers.2  block 16→32 /2" in done.stdout
+    assert sum(line.strip() != "" for line in lines.splitlines()) <= 10

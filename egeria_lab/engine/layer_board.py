@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.layers import LayerModule, LayerModules
 from egeria_lab.errors import unknown_name
 from egeria_lab.tables import html_table, text_table
 
@@ -60,7 +60,10 @@ class LayerBoard:
 
     def __init__(self, layers: LayerModules) -> None:
         self._rows = {
-            layer.name: LayerRow(layer.name, layer.title, layer.num_parameters, note=layer.note) for layer in layers
+            layer.name: LayerRow(
+                layer.name, layer.title, layer.num_parameters, note=layer.note, reason=_at_the_start(layer)
+            )
+            for layer in layers
         }
 
     @property
@@ -110,6 +113,12 @@ class LayerBoard:
 
     def _repr_html_(self) -> str:
         return html_table(_HEAD, self._cells())
+
+
+def _at_the_start(layer: LayerModule) -> str:
+    if layer.parameters and len(layer.untrained) == len(layer.parameters):
+        return "its owner had switched its gradients off before the session: it is not trained"
+    return "trained from the start"
 
 
 def _state_in_words(row: LayerRow) -> str:

@@ -88,3 +88,11 @@ def test_every_stage_has_its_sentence() -> None:
     assert behind.endswith(", and 0 before it has to freeze first")
     made["0"].frozen = True
     assert explain_plasticity("1", made, policy, {"1": reading(None)}) == warming
+
+
+def test_a_layer_whose_owner_switched_gradients_off_says_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    reasons = [row.reason for row in LayerBoard(layers(model, torch.zeros(2, 2)))]
+    assert "gradients off" in reasons[0]
+    assert reasons[1] == "trained from the start"
