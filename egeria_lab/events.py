@@ -200,6 +200,18 @@ class ReferenceRefreshed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceFallback(Event):
+    """A layer, or a part of it, is compared in float32 though a smaller format was asked for."""
+
+    layer: str
+    engine: str
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Reference of {self.layer} in {self.engine}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBuilt(Event):
     """The activation cache began to keep what crosses the cut behind a layer."""
 

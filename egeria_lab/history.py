@@ -96,12 +96,14 @@ SAVINGS_COLUMNS = [
     "full_saved_tensor_bytes", "monitor_fraction",
 ]  # fmt: skip
 
+RATE_COLUMNS = ["step", "layer", "learning_rate"]
+
 VERDICTS = ("warming up", "moving", "stable", "freeze", "blocked", "frozen")
 """What a plasticity reading can say about its layer; the table stores the position in this tuple."""
 
 
 class History(Mapping[str, Table]):
-    """The tables of one session: ``steps``, ``plasticity``, ``epochs``, ``savings``.
+    """The tables of one session: ``steps``, ``plasticity``, ``epochs``, ``savings``, ``rates``.
 
     In the table ``plasticity``, `layer` is the position of the layer module, front to back, and `verdict`
     the position in `VERDICTS`; `frame` spells both out.
@@ -119,6 +121,7 @@ class History(Mapping[str, Table]):
         self.plasticity = Table(PLASTICITY_COLUMNS)
         self.epochs = Table(EPOCH_COLUMNS)
         self.savings = Table(SAVINGS_COLUMNS)
+        self.rates = Table(RATE_COLUMNS)
 
     @property
     def _tables(self) -> dict[str, Table]:
@@ -127,6 +130,7 @@ class History(Mapping[str, Table]):
             "plasticity": self.plasticity,
             "epochs": self.epochs,
             "savings": self.savings,
+            "rates": self.rates,
         }
 
     def __getitem__(self, name: str) -> Table:
@@ -142,7 +146,7 @@ class History(Mapping[str, Table]):
         """One table as a pandas data frame, with whole numbers and names where they belong.
 
         Args:
-            table: ``"steps"``, ``"plasticity"``, ``"epochs"`` or ``"savings"``.
+            table: ``"steps"``, ``"plasticity"``, ``"epochs"``, ``"savings"`` or ``"rates"``.
 
         Raises:
             UnknownNameError: for any other name.
@@ -154,8 +158,9 @@ class History(Mapping[str, Table]):
         for column in whole:
             if column in frame:
                 frame[column] = frame[column].fillna(-1).astype("int64")
-        if table == "plasticity":
+        if "layer" in frame:
             frame["layer"] = [self.layer_names[int(i)] for i in frame["layer"]]
+        if "verdict" in frame:
             frame["verdict"] = [VERDICTS[int(i)] for i in frame["verdict"]]
         return frame
 

@@ -24,7 +24,7 @@ from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.readers import make_reader
 from egeria_lab.engine.trainer import Trainer
 from egeria_lab.errors import TrainingError
-from egeria_lab.events import BootstrapFinished, EventLog, ReadingSkipped, ReferenceRefreshed
+from egeria_lab.events import BootstrapFinished, EventLog, ReadingSkipped, ReferenceFallback, ReferenceRefreshed
 from egeria_lab.history import VERDICTS, History
 
 
@@ -78,6 +78,7 @@ class PlasticityMonitor:
         self._refresh_reason: str | None = "first snapshot, at the start"
         self._asked: deque[int] = deque()  # steps of the readings that are under way
         self.waited_seconds = 0.0
+        self._told = False
         self.reader = make_reader(
             trainer.model,
             layers,
@@ -205,6 +206,7 @@ class PlasticityMonitor:
             values, generation, waited = collected
             self.waited_seconds += waited
             asked = self._asked.popleft()
+            self._tell_fallbacks(step)
             _check_finite(values)
         values = {name: value for name, value in values.items() if name not in frozen}
         was_bootstrapping = self.policy.bootstrapping
@@ -216,6 +218,16 @@ class PlasticityMonitor:
         for layer, reading in readings.items():
             self._record(asked, layer, reading, generation)
         return decisions
+
+    def _tell_fallbacks(self, step: int) -> None:
+        """Once, after the first conversion: which layers could not be had in the format asked for, and why."""
+        if self._told or self.policy.settings.reference == "fp32":
+            return
+        self._told = True
+        for layer, engine, note in self.reader.describe():
+            if engine == "fp32" or "float32:" in note:
+                reason = note[note.find("float32:") :] if "float32:" in note else note
+                self.events.append(ReferenceFallback(step=step, by="rule", layer=layer, engine=engine, reason=reason))
 
     def _refresh_if_due(self, step: int, rows: Any) -> None:
         reason = self._refresh_reason

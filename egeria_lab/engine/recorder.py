@@ -165,6 +165,7 @@ class Recorder:
         )  # fmt: skip
         if first_of_set or step % SAVINGS_EVERY_STEPS == 0:
             self._append_savings(step)
+            self._append_rates(step)
         record = StepRecord(
             step=step, epoch=epoch, loss=result.loss, accuracy=result.accuracy,
             learning_rate=learning_rate, frozen=frozen, seconds=result.seconds,
@@ -203,6 +204,13 @@ class Recorder:
             boundary = self._boundary_bytes[prefix - 1] if prefix else 0
             predicted = float(sum(self._full_saved_by_layer[prefix:]) + boundary)
         return Ledger(book=self.book, layers=rows, predicted_saved_bytes=predicted)
+
+    def _append_rates(self, step: int) -> None:
+        """The learning rate of each trained layer; a frozen one has none. Events tell the reason of each jump."""
+        rates = {id(p): float(group["lr"]) for group in self.trainer.optimizer.param_groups for p in group["params"]}
+        for index, layer in enumerate(self.layers):
+            rate = next((rates[id(p)] for p in layer.parameters if id(p) in rates), None)
+            self.history.rates.append(step=step, layer=index, learning_rate=rate)
 
     def _append_savings(self, step: int) -> None:
         book = self.book

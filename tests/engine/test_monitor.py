@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import egeria_lab as lab
-from egeria_lab.events import ReferenceRefreshed
+from egeria_lab.events import ReferenceFallback, ReferenceRefreshed
 
 Make = Callable[..., lab.Session]
 
@@ -195,3 +195,25 @@ def test_a_last_batch_smaller_than_the_probe(make_session: Make) -> None:
     session = make_session(freeze=rule(interval_steps=1, probe_rows=64), batch_size=24)
     session.step(7)
     assert len(session.history["plasticity"]) == 18
+
+
+def test_a_layer_that_is_not_quantised_is_named_once_with_its_reason() -> None:
+    session = lab.Session("transformer", "digits", epochs=1, freeze=lab.Plasticity(interval_steps=2))
+    session.step(8)
+    told = [e for e in session.events.of(ReferenceFallback) if isinstance(e, ReferenceFallback)]
+    assert [(e.layer, e.engine) for e in told] == [("layers.0", "fp32")]
+    assert "Conv2d" in told[0].reason
+    asked = lab.Session("mlp", "digits", epochs=1, freeze=lab.Plasticity(interval_steps=2, reference="fp32"))
+    asked.step(8)
+    assert asked.events.of(ReferenceFallback) == []
+    for one in (session, asked):
+        one.close()
+
+
+def test_a_model_that_cannot_be_copied_says_why_and_is_read_all_the_same(make_session: Make) -> None:
+    session = make_session(model=Noisy(copies=False), freeze=rule(interval_steps=1, reference="auto"))
+    session.step(4)
+    told = [e for e in session.events.of(ReferenceFallback) if isinstance(e, ReferenceFallback)]
+    assert {e.layer for e in told} == set(session.layers.names)
+    assert "no copies of me" in told[0].reason
+    assert len(session.history["plasticity"]) > 0

@@ -102,3 +102,19 @@ def test_own_cosines_and_another_scheduler_contradict_each_other() -> None:
     with pytest.raises(lab.InvalidSettingError, match="block_lr='global'"):
         lab.Session("mlp", "digits", scheduler="step", freeze=lab.Schedule(variant="freezeout"))
     lab.Session("mlp", "digits", scheduler="step", freeze=lab.Schedule(variant="freezeout", block_lr="global"))
+
+
+def test_one_rate_trace_a_layer_with_an_event_for_each_jump() -> None:
+    """Trap 42: rates of layers drift apart and jump through freeze and thaw, and it can be seen why."""
+    session = lab.Session("mlp", "digits", epochs=4, freeze=lab.Schedule(variant="freezeout", start=0.5))
+    session.step(20)
+    session.freeze("layers.2")
+    session.step(10)
+    session.thaw("layers.2")
+    session.step(5)
+    frame = session.history.frame("rates")
+    at = {step: dict(zip(rows["layer"], rows["learning_rate"], strict=True)) for step, rows in frame.groupby("step")}
+    assert at[20]["layers.0"] < at[20]["layers.1"] < at[20]["layers.3"]
+    assert math.isnan(at[30]["layers.2"])
+    assert at[31]["layers.2"] > 0
+    assert [e.step for e in session.events if "layers.2" in e.sentence()] == [20, 30]
