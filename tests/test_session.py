@@ -766,3 +766,15 @@ def test_labels_of_a_wrong_kind_get_a_sentence(
     session = make_session(data=(data, data))
     with pytest.raises(lab.DataError, match=sentence):
         session.step()
+
+
+@pytest.mark.parametrize("forward", [lambda m, b: m(b[0]), lambda m, b: None])
+def test_a_forward_that_returns_no_pair_gets_a_sentence(make_session: Make, forward: Any) -> None:
+    with pytest.raises(lab.DataError, match=r"forward must return \(outputs, targets\)"):
+        make_session(forward=forward).step()
+
+
+def test_layers_must_be_a_list_of_names(make_session: Make) -> None:
+    for wrong in ("first", 5, [1, 2]):
+        with pytest.raises(lab.InvalidSettingError, match="a list of submodule names"):
+            make_session(layers=wrong)

@@ -125,3 +125,9 @@ def test_own_cosine_ends_at_the_freeze() -> None:
     assert policy.rate_factor("a", 0.5) == pytest.approx(0.0)
     assert policy.rate_factor("a", 0.25) == pytest.approx(0.5)
     assert policy.rate_factor("head", 0.5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("wrong", [{"saving": "a"}, {"saving": None}, {"start": float("nan")}, {"interval_steps": "5"}])
+def test_what_is_no_number_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidSettingError, match="Schedule"):
+        Schedule(**wrong)  # type: ignore[arg-type]

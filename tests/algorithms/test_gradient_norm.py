@@ -88,7 +88,17 @@ def test_small_functions() -> None:
     assert percentile_of([4.0, 1.0], 25) == pytest.approx(1.75)
 
 
-@pytest.mark.parametrize("wrong", [{"interval_steps": 0}, {"percentile": 0}, {"warm_up": 1}, {"max_frozen": 2}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"interval_steps": 0},
+        {"interval_steps": 1.5},
+        {"percentile": 0},
+        {"percentile": None},
+        {"warm_up": 1},
+        {"max_frozen": "x"},
+    ],
+)
 def test_bad_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidSettingError):
         GradientNorm(**wrong)  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ import pytest
 from fakes import empty_session, told_session
 from plotly.offline import get_plotlyjs
 
-from egeria_lab.dashboard.report import render_report, write_report
+import egeria_lab as lab
+from egeria_lab.dashboard.report import check_destination, render_report, write_report
 from egeria_lab.errors import EgeriaLabError
 from egeria_lab.events import LayerFrozen, LayerPinned
 
@@ -111,3 +112,28 @@ def test_a_missing_folder_and_a_folder_as_target_give_one_sentence(tmp_path: Pat
     with pytest.raises(EgeriaLabError, match="it is a folder"):
         write_report(empty_session(), tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert write_report(lab.Session("mlp", "digits"), link) == target
+    assert link.is_symlink()
+    assert target.is_file()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "write-protected", "empty"])
+def test_what_is_no_plain_writable_file_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    path: Path | str = tmp_path / "run.html"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "write-protected":
+        Path(path).write_text("mine", encoding="utf-8")
+        Path(path).chmod(0o444)
+    else:
+        path = ""
+    with pytest.raises(lab.EgeriaLabError, match="Cannot write the report"):
+        check_destination(path)
+    if kind == "write-protected":
+        assert Path(path).read_text(encoding="utf-8") == "mine"
+    assert not list(tmp_path.glob(".egeria-lab-*"))

@@ -217,3 +217,16 @@ def test_a_model_that_cannot_be_copied_says_why_and_is_read_all_the_same(make_se
     assert {e.layer for e in told} == set(session.layers.names)
     assert "no copies of me" in told[0].reason
     assert len(session.history["plasticity"]) > 0
+
+
+@pytest.mark.parametrize("refresh", [True, False])
+def test_a_freeze_takes_a_new_snapshot_only_where_that_is_asked_for(make_session: Make, refresh: bool) -> None:
+    session = make_session(freeze=rule(interval_steps=1, refresh_on_freeze=refresh))
+    session.step(5)
+    session.freeze("first")
+    session.step(3)
+    session.thaw("first")
+    session.step(3)
+    reasons = [e.reason for e in session.events.of(ReferenceRefreshed)]  # type: ignore[attr-defined]
+    assert ("first was frozen" in reasons) is refresh
+    assert "first was thawed" in reasons  # always: the layer has begun to move again

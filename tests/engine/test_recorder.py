@@ -162,3 +162,16 @@ def test_each_frozen_set_is_measured_and_counted_once(make_session: Make, monkey
         session.step(3)
         session.thaw("0")
     assert made == {"measured": 2, "counted": 2}
+
+
+def test_a_baseline_run_beside_it_is_what_time_is_measured_against(make_session: Make) -> None:
+    """One output never holds two different measured times: ledger, report and demo use the same figure."""
+    session = make_session()
+    session.step(20)
+    book = session.recorder.book
+    book.baseline_seconds = 2 * (book.train_seconds + book.monitor_seconds)
+    ledger = session.savings()
+    assert ledger.to_dict()["time"]["measured_saved_fraction"] == pytest.approx(0.5)
+    session.freeze("first")
+    session.step()
+    assert "beside the same run without freezing" in session.savings().why()["time"]
