@@ -227,3 +227,20 @@ def test_cache_and_augmentation_together_on_a_tensor_data_set() -> None:
         traces.append(run.history.steps["loss"].tolist())
         run.close()
     assert traces[0] == traces[1]
+
+
+def test_a_front_that_was_thawed_trained_and_frozen_again_is_not_read_from_old_rows() -> None:
+    traces = []
+    for cache in (None, always_on()):
+        run = session(cache)
+        run.freeze("layers.0")
+        run.step(8)
+        run.thaw("layers.0")
+        run.step(4)
+        run.freeze("layers.0")
+        run.step(8)
+        traces.append(run.history.steps["loss"].tolist())
+        if cache is not None:  # at once and with the true reason, not only when changed tensors are noticed
+            assert any("layers.0 was thawed" in e.sentence() for e in run.events.of(CacheNotice))
+        run.close()
+    assert traces[0] == traces[1]
