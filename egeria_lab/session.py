@@ -140,6 +140,8 @@ class Session:
             self._train_source.example(EXAMPLE_ROWS),
         )
         self.policy = PlasticityPolicy(self.layers.names, freeze) if isinstance(freeze, Plasticity) else None
+        if self.policy is not None:
+            self.policy.together = self.trainer.compiled is not None
         self.rule = make_rule(
             freeze, policy=self.policy, layers=self.layer_modules, recorder=self.recorder,
             events=self.events, budget=self.budget, deterministic=deterministic,

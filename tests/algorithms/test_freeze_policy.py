@@ -546,3 +546,41 @@ def test_readings_per_snapshot() -> None:
     assert Plasticity(window=4, patience=6).readings_per_snapshot == 20
     assert Plasticity(refresh_evals=5).readings_per_snapshot == 20  # never less than window + patience
     assert Plasticity(refresh_evals=500).readings_per_snapshot == 500
+
+
+def rounds_with_a_freeze(**settings: object) -> list[list[str]]:
+    """What froze in each round of a run whose layers all stand still."""
+    driver = Driver(**settings)
+    driver.tune()
+    rounds = []
+    for _ in range(20):
+        before = len(driver.diary)
+        driver.stand_still(1)
+        rounds.append([d.layer for d in driver.diary[before:] if d.action == "freeze"])
+    return [layers for layers in rounds if layers]
+
+
+def test_layers_whose_verdicts_agree_freeze_together_when_asked_to() -> None:
+    assert rounds_with_a_freeze() == [["a"], ["b"], ["c"]]
+    assert rounds_with_a_freeze(freeze_together=True) == [["a", "b", "c"]]
+
+
+def test_a_layer_that_still_moves_ends_the_group_that_freezes_together() -> None:
+    driver = Driver(freeze_together=True)
+    driver.tune()
+    for n in range(8):
+        driver.observe(1.0)
+        values = {"a": 7.0, "b": 7.0, "c": 7.0 + n, "head": 7.0}
+        readings, decisions = driver.policy.evaluate(
+            {k: v for k, v in values.items() if k not in driver.frozen}, frozen=driver.frozen, pinned=[], passes=2.0
+        )
+        driver.carry_out(decisions)
+    assert readings["c"].verdict == "moving"
+    assert driver.actions() == [("freeze", "a"), ("freeze", "b")]
+
+
+def test_a_cap_counts_the_layers_that_freeze_in_the_same_round() -> None:
+    driver = Driver(freeze_together=True, max_frozen=0.5)
+    driver.tune()
+    driver.stand_still(20)
+    assert driver.actions() == [("freeze", "a"), ("freeze", "b"), ("blocked", "c")]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import egeria_lab as lab
-from egeria_lab.events import Recompiled
+from egeria_lab.events import LayerFrozen, Recompiled
 
 RULE = lab.Plasticity(interval_steps=2)
 
@@ -120,3 +120,21 @@ def test_reentrant_checkpointing_with_a_frozen_front_advises_the_other_kind() ->
     reentrant.freeze("blocks.0")
     with pytest.raises(lab.TrainingError, match="use_reentrant=False"):
         reentrant.step(2)
+
+
+def test_layers_of_a_compiled_model_freeze_together_so_that_it_compiles_once() -> None:
+    def run(model: nn.Module) -> tuple[list[int], list[int]]:
+        torch._dynamo.reset()
+        eager = lab.Plasticity(
+            interval_steps=1, window=2, patience=2, tolerance=50.0, bootstrap_change=10.0, refresh_on_freeze=False,
+            monitor_budget=1.0,
+        )
+        session = lab.Session(model, "digits", epochs=4, freeze=eager)
+        session.run(progress=False)
+        return [e.step for e in session.events.of(LayerFrozen)], [e.step for e in session.events.of(Recompiled)]
+
+    frozen_at, compiled_at = run(torch.compile(mlp(), backend="aot_eager"))  # type: ignore[arg-type]
+    one_by_one, _ = run(mlp())
+    assert len(frozen_at) == len(one_by_one) >= 2
+    assert len(set(frozen_at)) == 1 < len(set(one_by_one))
+    assert [step for step in compiled_at if step > frozen_at[0]] == [frozen_at[0] + 1]
