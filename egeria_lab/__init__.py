@@ -7,7 +7,7 @@ Example:
     1
 """
 
-from egeria_lab import data, models
+from egeria_lab import data, models, presets
 from egeria_lab.algorithms.costs import count_flops
 from egeria_lab.algorithms.distances import (
     cosine_distance,
@@ -20,11 +20,17 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer, freeze_layers
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.layers import layers
+from egeria_lab.algorithms.masked_training import SparseTraining
+from egeria_lab.algorithms.sieve import Sieve
+from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
+from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.augment import Augment, Replayable
 from egeria_lab.data.datasets import ArrayDataset, Data
+from egeria_lab.data.sieved import KeptSampler
 from egeria_lab.engine.recorder import StepRecord
 from egeria_lab.errors import (
+    CheckpointError,
     DataError,
     EgeriaLabError,
     InvalidSettingError,
@@ -33,26 +39,38 @@ from egeria_lab.errors import (
     TrainingError,
     UnknownNameError,
 )
-from egeria_lab.session import Session
+from egeria_lab.session import Session, replay
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MEST",
+    "SET",
     "ActivationCache",
     "ArrayDataset",
     "Augment",
+    "CheckpointError",
+    "CirculantSieve",
     "Data",
     "DataError",
     "EgeriaLabError",
     "Freezer",
     "GradientNorm",
     "InvalidSettingError",
+    "KeptSampler",
     "LayerError",
+    "LossSieve",
     "MissingPackageError",
+    "OneShotSieve",
     "Plasticity",
+    "RandomSieve",
     "Replayable",
+    "RigL",
     "Schedule",
     "Session",
+    "Sieve",
+    "SparseTraining",
+    "StaticSparsity",
     "StepRecord",
     "TrainingError",
     "UnknownNameError",
@@ -64,6 +82,8 @@ __all__ = [
     "layers",
     "linear_cka_distance",
     "models",
+    "presets",
     "relative_l2_distance",
+    "replay",
     "sp_distance",
 ]

@@ -73,6 +73,30 @@ class Extend(Command):
     epochs: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard(Command):
+    """Take these samples out of training until they are restored."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore(Command):
+    """Give these discarded samples back to training."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undo(Command):
+    """Go back to the state right before the newest command landed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redo(Command):
+    """Take the newest undo back."""
+
+
 @dataclass
 class Receipt:
     """What became of one command: shown as the result of the call that put it.

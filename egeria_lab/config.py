@@ -7,6 +7,7 @@ gathered under the names that `Session.override` takes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -168,6 +169,24 @@ class Settings:
         """Let a layer follow the value for all layers again."""
         self.per_layer.pop((name, layer), None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What holds now and what held at the start, as plain values; functions of the user stay out."""
+        return {
+            "freeze": _plain_fields(self.freeze),
+            "learning_rate": self.learning_rate,
+            "per_layer": [[name, layer, value] for (name, layer), value in self.per_layer.items()],
+            "start": [_plain_fields(self._start[0]), self._start[1]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over values and defaults; settings of another rule are left alone."""
+        if self.freeze is not None and state["freeze"] is not None and self._start[0] is not None:
+            self.freeze = replace(self.freeze, **state["freeze"])
+            self._start = (replace(self._start[0], **state["start"][0]), state["start"][1])
+        self._start = (self._start[0], state["start"][1])
+        self.learning_rate = state["learning_rate"]
+        self.per_layer = {(name, layer): value for name, layer, value in state["per_layer"]}
+
     def list(self) -> list[Setting]:
         """Every setting with its present value and range."""
         result = []
@@ -196,6 +215,13 @@ class Settings:
         if kinds[field] == "int" and isinstance(value, float) and value.is_integer():
             value = int(value)  # a slider sends 10.0 for 10
         return replace(self.freeze, **{field: value})
+
+
+def _plain_fields(settings: Plasticity | None) -> dict[str, Scalar] | None:
+    if settings is None:
+        return None
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {name: value for name, value in values.items() if value is None or isinstance(value, (str, int, float))}
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:

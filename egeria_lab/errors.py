@@ -34,6 +34,10 @@ class TrainingError(EgeriaLabError, RuntimeError):
     """A step that could not be finished, for example because the loss is not a number."""
 
 
+class CheckpointError(EgeriaLabError, RuntimeError):
+    """A checkpoint, journal or run directory that cannot be written, read, or continued from."""
+
+
 class MissingPackageError(EgeriaLabError, ImportError):
     """An optional package that is needed now and is not installed."""
 

@@ -9,10 +9,11 @@ The file is one piece because it is a list: to know what can happen, read it fro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from egeria_lab.errors import require
+from egeria_lab.errors import InvalidSettingError, require
 
 Scalar = str | int | float | bool | None
 
@@ -254,6 +255,85 @@ class Recompiled(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSieved(Event):
+    """A sieve moved samples out of the training set and others back in; ids stay those of the data set.
+
+    Attributes:
+        removed: how many samples were taken out.
+        returned: how many came back.
+        kept: samples trained on from now on.
+        waiting: samples set aside from now on.
+        removed_ids: ids of the samples taken out.
+        returned_ids: ids of the samples that came back.
+        reason: why these.
+    """
+
+    removed: int
+    returned: int
+    kept: int
+    waiting: int
+    removed_ids: tuple[int, ...]
+    returned_ids: tuple[int, ...]
+    reason: str
+
+    def sentence(self) -> str:
+        return (
+            f"Sieve: {self.removed:,} samples out, {self.returned:,} back in; {self.kept:,} kept, "
+            f"{self.waiting:,} set aside ({self.reason})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesDiscarded(Event):
+    """Samples were taken out of training by hand, until they are restored."""
+
+    ids: tuple[int, ...]
+    kept: int
+
+    def sentence(self) -> str:
+        return f"{len(self.ids):,} sample(s) discarded by {self.by}: {_some(self.ids)}; {self.kept:,} kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesRestored(Event):
+    """Discarded samples were given back to training by hand."""
+
+    ids: tuple[int, ...]
+    kept: int
+
+    def sentence(self) -> str:
+        return f"{len(self.ids):,} sample(s) restored by {self.by}: {_some(self.ids)}; {self.kept:,} kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskUpdated(Event):
+    """Dynamic sparse training dropped weights and grew others.
+
+    Attributes:
+        dropped: weights taken out, over all layers.
+        grown: weights put in.
+        live: weights that are trained from now on.
+        total: weights that masks can reach.
+        churn: share of the live positions that were exchanged, in [0, 1].
+        warning: what is suspicious about it, or empty.
+    """
+
+    dropped: int
+    grown: int
+    live: int
+    total: int
+    churn: float
+    warning: str = ""
+
+    def sentence(self) -> str:
+        text = (
+            f"Masks: {self.dropped:,} weights dropped, {self.grown:,} grown ({self.churn:.1%} exchanged); "
+            f"{self.live / max(1, self.total):.1%} of {self.total:,} live"
+        )
+        return f"{text}. {self.warning}" if self.warning else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRejected(Event):
     """A command that could have no effect, with the reason."""
 
@@ -265,6 +345,61 @@ class CommandRejected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """Everything that decides the future was written to disk."""
+
+    path: str
+    num_bytes: int
+    seconds: float
+
+    def sentence(self) -> str:
+        return f"Saved to {self.path} ({self.num_bytes:,} bytes, {self.seconds:.2f} s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Event):
+    """A checkpoint or the journal could not be written; training goes on, the last checkpoint is untouched."""
+
+    reason: str
+
+    def sentence(self) -> str:
+        return f"Not saved: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLoaded(Event):
+    """Training goes on from a checkpoint; `notes` tell what is not as it was."""
+
+    path: str
+    notes: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        return " ".join([f"Loaded from {self.path}.", *self.notes])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandUndone(Event):
+    """Training is again where it was right before a command landed; `undone_from` is the step it had come to."""
+
+    command: str
+    undone_from: int
+
+    def sentence(self) -> str:
+        return f"Undone: {self.command} (back from step {self.undone_from} to {self.step})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRedone(Event):
+    """An undo was taken back: training is where it was before it; `redone_from` is the step it had come to."""
+
+    command: str
+    redone_from: int
+
+    def sentence(self) -> str:
+        return f"Redone: {self.command} (from step {self.redone_from} to {self.step})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriberFailed(Event):
     """A callback raised an error and was detached; training went on."""
 
@@ -273,6 +408,32 @@ class SubscriberFailed(Event):
 
     def sentence(self) -> str:
         return f"Subscriber {self.subscriber} failed and was detached: {self.error}"
+
+
+def event_from_dict(record: Mapping[str, Any]) -> Event:
+    """The event that `Event.to_dict` wrote, also when it has been through JSON.
+
+    Raises:
+        InvalidSettingError: when the record is none of an event that this version knows.
+
+    Example:
+        >>> event = LayerThawed(step=3, by="user", layer="layers.0")
+        >>> event_from_dict(event.to_dict()) == event
+        True
+    """
+    kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
+    kind = kinds.get(str(record.get("event")))
+    if kind is None:
+        raise InvalidSettingError(f"there is no event {record.get('event')!r} in this version of egeria_lab.")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k != "event"}
+    if not set(values) <= {field.name for field in fields(kind)} or not {"step"} <= set(values):
+        raise InvalidSettingError(f"{kind.__name__} has other fields in this version of egeria_lab: {sorted(values)}.")
+    return kind(**values)  # type: ignore[arg-type]  # the fields of each kind are its own
+
+
+def _some(ids: tuple[int, ...]) -> str:
+    shown = ", ".join(str(number) for number in ids[:5])
+    return shown if len(ids) <= 5 else f"{shown}, …"
 
 
 Callback = Callable[[Event], None]
@@ -296,6 +457,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        self.rewinds = 0
         self._subscribers: list[tuple[Callback, type[Event]]] = []
         self._lock = threading.RLock()
 
@@ -345,6 +507,16 @@ class EventLog:
     def _report(self, entry: tuple[Callback, type[Event]], step: int, error: Exception) -> None:
         name = getattr(entry[0], "__qualname__", repr(entry[0]))
         self.append(SubscriberFailed(step=step, subscriber=name, error=f"{type(error).__name__}: {error}"))
+
+    def state_dict(self) -> dict[str, tuple[Event, ...]]:
+        """All events so far. They are records that go to JSON: see `Event.to_dict` and `event_from_dict`."""
+        return {"events": tuple(self._events)}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Event]]) -> None:
+        """Hold exactly those events; no subscriber is called, `rewinds` tells those who follow to begin anew."""
+        with self._lock:
+            self._events = list(state["events"])
+            self.rewinds += 1
 
     def of(self, *kinds: type[Event]) -> list[Event]:
         """All events so far of the given kinds, in order."""

@@ -7,6 +7,7 @@ arrays, so a reader that took an old array still sees complete rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -76,6 +77,22 @@ class Table:
             return {}
         return {name: float(self._data[i, count - 1]) for i, name in enumerate(self.columns)}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The rows so far: an array ``(columns, rows)`` that nobody writes to any more, and the columns' names."""
+        count = self._count
+        return {"columns": list(self.columns), "rows": self._data[:, :count]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold exactly those rows. Columns that they do not have are NaN; those that this table has not are lost."""
+        rows = state["rows"]
+        data = np.full((len(self.columns), max(256, 2 * rows.shape[1])), np.nan)
+        for position, name in enumerate(state["columns"]):
+            if name in self.columns:
+                data[self.columns.index(name), : rows.shape[1]] = rows[position]
+        self._count = min(self._count, rows.shape[1])  # a reader never sees more rows than there are
+        self._data = data
+        self._count = rows.shape[1]
+
     def frame(self) -> pd.DataFrame:
         """A copy as a pandas data frame."""
         return pd.DataFrame({name: column.copy() for name, column in self.rows().items()})
@@ -98,12 +115,15 @@ SAVINGS_COLUMNS = [
 
 RATE_COLUMNS = ["step", "layer", "learning_rate"]
 
+SIEVE_COLUMNS = ["step", "epoch", "kept", "waiting", "discarded", "removed", "returned", "forgetting_events"]
+SPARSITY_COLUMNS = ["step", "layer", "density", "churn"]
+
 VERDICTS = ("warming up", "moving", "stable", "freeze", "blocked", "frozen")
 """What a plasticity reading can say about its layer; the table stores the position in this tuple."""
 
 
 class History(Mapping[str, Table]):
-    """The tables of one session: ``steps``, ``plasticity``, ``epochs``, ``savings``, ``rates``.
+    """The tables of one session: ``steps``, ``plasticity``, ``epochs``, ``savings``, ``rates``, ``sieve``, ``sparsity``.
 
     In the table ``plasticity``, `layer` is the position of the layer module, front to back, and `verdict`
     the position in `VERDICTS`; `frame` spells both out.
@@ -117,11 +137,14 @@ class History(Mapping[str, Table]):
 
     def __init__(self, layer_names: list[str]) -> None:
         self.layer_names = tuple(layer_names)
+        self.rewinds = 0
         self.steps = Table(STEP_COLUMNS)
         self.plasticity = Table(PLASTICITY_COLUMNS)
         self.epochs = Table(EPOCH_COLUMNS)
         self.savings = Table(SAVINGS_COLUMNS)
         self.rates = Table(RATE_COLUMNS)
+        self.sieve = Table(SIEVE_COLUMNS)
+        self.sparsity = Table(SPARSITY_COLUMNS)
 
     @property
     def _tables(self) -> dict[str, Table]:
@@ -131,6 +154,8 @@ class History(Mapping[str, Table]):
             "epochs": self.epochs,
             "savings": self.savings,
             "rates": self.rates,
+            "sieve": self.sieve,
+            "sparsity": self.sparsity,
         }
 
     def __getitem__(self, name: str) -> Table:
@@ -142,11 +167,22 @@ class History(Mapping[str, Table]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Every table, see `Table.state_dict`."""
+        return {name: table.state_dict() for name, table in self._tables.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold exactly those rows; `rewinds` tells those who follow the tables to begin anew."""
+        for name, table in self._tables.items():
+            if name in state:
+                table.load_state_dict(state[name])
+        self.rewinds += 1
+
     def frame(self, table: str = "steps") -> pd.DataFrame:
         """One table as a pandas data frame, with whole numbers and names where they belong.
 
         Args:
-            table: ``"steps"``, ``"plasticity"``, ``"epochs"``, ``"savings"`` or ``"rates"``.
+            table: the name of one of them.
 
         Raises:
             UnknownNameError: for any other name.
@@ -154,7 +190,8 @@ class History(Mapping[str, Table]):
         if table not in self._tables:
             raise unknown_name("history table", table, self._tables)
         frame = self._tables[table].frame()
-        whole = ["step", "num_frozen", "stable", "generation", "samples", *(["epoch"] if table == "epochs" else [])]
+        whole = ["step", "num_frozen", "stable", "generation", "samples", *SIEVE_COLUMNS[2:]]
+        whole += ["epoch"] if table == "epochs" else []
         for column in whole:
             if column in frame:
                 frame[column] = frame[column].fillna(-1).astype("int64")

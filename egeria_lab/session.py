@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,24 +22,34 @@ from torch.optim import Optimizer
 from egeria_lab import commands as c
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.freeze_schedule import Schedule as FreezeSchedule
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.ledger import Ledger
+from egeria_lab.algorithms.sieve_settings import SieveSettings
+from egeria_lab.algorithms.sparsity_settings import SparsitySettings
 from egeria_lab.config import Setting, Settings
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.loaders import Batch, BatchSource, Views
+from egeria_lab.engine import forking, replaying, saving
 from egeria_lab.engine.budget import Budget
-from egeria_lab.engine.building import build_model, check_arguments, load_data
+from egeria_lab.engine.building import build_model, check_arguments, checked_sample_ids, load_data
+from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.engine.devices import choose_device
 from egeria_lab.engine.front_cache import FrontCache
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.monitor import PlasticityMonitor
+from egeria_lab.engine.passes import Passes
 from egeria_lab.engine.progress import ProgressBar
 from egeria_lab.engine.recorder import Recorder, StepRecord
 from egeria_lab.engine.rules import FreezeSettings, ScheduleRule, make_rule
 from egeria_lab.engine.runner import Runner
+from egeria_lab.engine.saving import KEEP_CHECKPOINTS, SAVE_EVERY_MINUTES, Autosave
 from egeria_lab.engine.schedules import Schedule, make_optimizer, split_by_layer
+from egeria_lab.engine.sieving import SessionSieve
+from egeria_lab.engine.sparsifying import Sparsifier
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer
+from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
 from egeria_lab.errors import InvalidSettingError, require
 from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
 from egeria_lab.history import History
@@ -66,6 +76,8 @@ class Session:
         epochs: planned passes over the training data, > 0; None for 20.
         seed: decides initial weights (of models by name), order and draws inside the model.
         freeze: `Plasticity`, `Schedule` or `GradientNorm`; None to freeze by hand only.
+        sieve: `CirculantSieve`, `RandomSieve`, `OneShotSieve` or `LossSieve`; None trains on every sample.
+        sparsity: `MEST`, `SET`, `RigL` or `StaticSparsity`; None trains every weight.
         layers: names of the modules at whose outputs to cut, front to back; default: found by tracing.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
         precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` and ``"fp16"`` under autocast.
@@ -99,6 +111,8 @@ class Session:
         epochs: float | None = None,
         seed: int = 0,
         freeze: FreezeSettings | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
+        sieve: SieveSettings | None = None,
+        sparsity: SparsitySettings | None = None,
         layers: list[str] | None = None,
         device: str | torch.device = "auto",
         precision: str = "auto",
@@ -108,8 +122,14 @@ class Session:
         cache: ActivationCache | None = None,
         augment: Views | None = None,
         deterministic: bool = False,
+        run_dir: str | Path | None = None,
+        save_every_steps: int | None = None,
+        save_every_minutes: float | None = SAVE_EVERY_MINUTES,
+        keep_checkpoints: int = KEEP_CHECKPOINTS,
+        undo_bytes: int = UNDO_BYTES,
     ) -> None:
-        check_arguments(batch_size, epochs, seed, freeze, cache, augment, layers)
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        check_arguments(batch_size, epochs, seed, freeze, cache, augment, layers, sieve, sparsity)
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
@@ -118,9 +138,11 @@ class Session:
         self.model = build_model(model, self.data, seed).to(self.device)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
         self.optimizer = make_optimizer(optimizer, self.model, lr)
-        per_epoch = self._train_source.steps_per_epoch
-        total_steps = max(1, round((epochs or DEFAULT_EPOCHS) * per_epoch))
-        self.budget = Budget(per_epoch, total_steps, decided=epochs is not None)
+        full_steps = self._train_source.steps_per_epoch
+        self.sieve = SessionSieve(sieve, self._train_source, seed)
+        self._passes = Passes(self._train_source)
+        total_steps = self.sieve.planned_steps(epochs or DEFAULT_EPOCHS, full_steps)
+        self.budget = Budget(self._train_source.steps_per_epoch, total_steps, decided=epochs is not None)
         self.trainer = Trainer(
             self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
             precision=precision, max_grad_norm=max_grad_norm, seed=seed, augment=augment,
@@ -138,13 +160,21 @@ class Session:
             self.layers,
             self.history,
             self._train_source.example(EXAMPLE_ROWS),
+            self._train_source.batch_size,
         )
         self.policy = PlasticityPolicy(self.layers.names, freeze) if isinstance(freeze, Plasticity) else None
+        self.sieve.attach(self.history, self.events)
+        self.trainer.wants_signals = bool(self.sieve.needs)
+        self.trainer.sample_weights = self.sieve.weights if self.sieve.reweights else None
+        self.sparse = self._make_sparse(sparsity)
+        self.recorder.sieve, self.recorder.sparse = self.sieve, self.sparse
+        self.recorder.counts_as_papers = any((sieve, sparsity, isinstance(freeze, FreezeSchedule)))
         if self.policy is not None:
             self.policy.together = self.trainer.compiled is not None
         self.rule = make_rule(
             freeze, policy=self.policy, layers=self.layer_modules, recorder=self.recorder,
             events=self.events, budget=self.budget, deterministic=deterministic,
+            density_at=None if self.sparse is None else self.sparse.density_at(self.recorder.flops(())),
         )  # fmt: skip
         self.cache = self._make_cache(cache)
         self.schedule = self._make_schedule(scheduler, scheduler_every)
@@ -152,12 +182,16 @@ class Session:
         self._steering = self._make_steering(park_state)
         self._runner = Runner(self)
         self._lock = threading.RLock()
-        self._batches: Any = None
         self._closed = False
         self._steps_done = 0
         self._view: Any = None
         self._busy = False
         self._graphs = 0
+        self.command_log = CommandLog()
+        self._undo_ring = UndoRing(self, undo_bytes)
+        self._autosave = None if run_dir is None else Autosave(
+            self, run_dir, every_steps=save_every_steps, every_minutes=save_every_minutes, keep=keep_checkpoints
+        )  # fmt: skip
         self.commands.on_put(self._on_command)
 
     # --- driving -------------------------------------------------------------------------------------
@@ -183,15 +217,21 @@ class Session:
             self.budget.check_left(self._steps_done)
             number, rate = self._steps_done + 1, self.schedule.learning_rate
             self._steering.freezer.hold()
+            if self.sparse is not None:
+                self.sparse.begin_step(number)
             try:
-                batch = self._next_batch()
+                batch = self._passes.next_batch()
                 result = self.trainer.step(batch, number, self.recorder.around_forward(batch))
             except BaseException:
-                self._batches = None  # the step was not made: its batch comes again
+                self._passes.read_again()  # the step was not made: its batch comes again
                 raise
             self._steps_done = number
+            pass_is_over = self._passes.step_made()
             self.schedule.after_step()
             self._announce_graphs(result.new_graphs)
+            self.sieve.observe(batch, result.signals)
+            if self.sparse is not None:
+                self.sparse.finish_step(number, self.history, self.events)
             watched = time.perf_counter()
             flops = self.recorder.flops(self.layers.frozen)
             try:
@@ -203,7 +243,10 @@ class Session:
                 forward_shares=self.cache.computed_shares(len(batch)) if self.cache is not None else None,
                 )  # fmt: skip
             self._steering.carry_out(decisions, number)
-            self._finish_epoch_if_due()
+            if pass_is_over:
+                self._finish_pass()
+            if self._autosave is not None:
+                self._autosave.after_step()
             return record
 
     def run(
@@ -319,7 +362,7 @@ class Session:
     @property
     def epoch(self) -> float:
         """Passes over the training data so far."""
-        return self._steps_done / self.steps_per_epoch
+        return self._passes.done
 
     # --- steering: each call is one command, which leaves one event when it lands ----------------------
 
@@ -357,6 +400,63 @@ class Session:
         self.settings_book.check_scope(name, layer)
         return self._put(c.Reset(name=name, layer=layer))
 
+    def undo(self) -> c.Receipt:
+        """Go back to the state right before the newest command landed, exactly, steps made since included."""
+        return self._put(c.Undo())
+
+    def redo(self) -> c.Receipt:
+        """Take the newest `undo` back."""
+        return self._put(c.Redo())
+
+    # --- keeping ---------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything that decides the future to one file, whole or not at all; `load` goes on from it.
+
+        Raises:
+            CheckpointError: when it cannot be written; what was there before is untouched.
+        """
+        return saving.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any) -> Session:
+        """Go on from a checkpoint, or from the newest whole one of a run directory, bit for bit as if never stopped.
+
+        Args:
+            path: the file or the directory.
+            model: your model, built as it was, when the checkpoint's was no model by name.
+            data: your data, when the checkpoint's were no data by name.
+            changes: arguments that take the place of those that the session was made with: ``device=``, objects of
+                your own (``loss=``, ``forward=``), ``run_dir=`` …; the state that does not fit is named in
+                a `CheckpointLoaded` event.
+
+        Raises:
+            CheckpointError: when it cannot be read or does not fit, or something must be given again.
+        """
+        session: Session = saving.load(cls, path, model=model, data=data, **changes)
+        return session
+
+    def fork(self, **changes: Any) -> Session:
+        """An independent copy from this very step, with its own model, optimizer and rule; this one goes on untouched.
+
+        Args:
+            changes: arguments that are to be others in the copy.
+        """
+        second: Session = forking.fork(self, type(self), **changes)
+        return second
+
+    def export(self) -> forking.Exported:
+        """The plain model and its `state_dict`, which loads into the bare architecture with ``strict=True``."""
+        return forking.export(self)
+
+    def discard(self, sample_ids: Iterable[int]) -> c.Receipt:
+        """Take samples out of training until they are restored; with a circulant sieve others take their places."""
+        return self._put(c.Discard(ids=checked_sample_ids("discard", sample_ids)))
+
+    def restore(self, sample_ids: Iterable[int]) -> c.Receipt:
+        """Give discarded samples back to training."""
+        return self._put(c.Restore(ids=checked_sample_ids("restore", sample_ids)))
+
     # --- looking ---------------------------------------------------------------------------------------
 
     def explain(self, layer: str) -> str:
@@ -381,7 +481,7 @@ class Session:
         """The ledger: FLOPs, time and memory, theoretical and measured, each with its reason."""
         ledger = self.recorder.ledger()
         if isinstance(self.rule, PlasticityMonitor):
-            worker, waited = self.rule.reader.seconds, self.rule.waited_seconds
+            worker, waited = self.rule.worker_seconds, self.rule.waited_seconds
             ledger = replace(ledger, worker_seconds=worker, waited_seconds=waited)
         return ledger if self.cache is None else replace(ledger, cache=asdict(self.cache.statistics))
 
@@ -408,11 +508,16 @@ class Session:
         self._runner.shut_down()
         with self._lock:
             self._closed = True
+            if self._autosave is not None:
+                self._autosave.close()
             self._steering.close(self._steps_done)
             if self.rule is not None:
                 self.rule.close()
             if self.cache is not None:
                 self.cache.close()
+            if self.sparse is not None:
+                self.trainer.update_hooks = None
+                self.sparse.close()
 
     def __repr__(self) -> str:
         frozen = len(self.layers.frozen)
@@ -426,8 +531,9 @@ class Session:
     def land_commands(self) -> None:
         """Carry out what waits in the queue, at a step boundary."""
         with self._lock, self._uninterrupted(nested=True):
+            self.command_log.note_plan(self.budget, self._steps_done)
             for receipt in self.commands.drain():
-                self._steering.land(receipt, self._steps_done)
+                self._undo_ring.land(receipt)
 
     def come_to_rest(self) -> None:
         """Carry out what was put during the last step; while a run or a step is under way it will do so itself."""
@@ -487,22 +593,13 @@ class Session:
             self._graphs += new
             self.events.append(Recompiled(step=self._steps_done, graphs=new, total=self._graphs))
 
-    def _next_batch(self) -> Batch:
-        epoch, position = divmod(self._steps_done, self.steps_per_epoch)
-        if self._batches is None or position == 0:
-            self._batches = self._train_source.epoch(epoch, position)
-            if self.cache is not None:
-                self.cache.announce(epoch, position)
-        batch: Batch = next(self._batches)
-        return batch
-
-    def _finish_epoch_if_due(self) -> None:
-        number, position = divmod(self._steps_done, self.steps_per_epoch)
-        if position:
-            return
+    def _finish_pass(self) -> None:
+        finished = self._passes.number - 1
+        self.sieve.finish_pass(finished, self._steps_done, self.planned_steps)
+        self.budget.steps_per_epoch = self._train_source.steps_per_epoch
         loss, accuracy = self.trainer.evaluate(self._valid_source)
         self.schedule.after_epoch(loss)
-        self.events.append(self.recorder.finish_epoch(number, self._steps_done, loss, accuracy))
+        self.events.append(self.recorder.finish_epoch(self._passes.number, self._steps_done, loss, accuracy))
         if self.rule is not None:
             self._steering.carry_out(self.rule.after_evaluation(accuracy, self.layers), self._steps_done)
 
@@ -515,6 +612,7 @@ class Session:
             augment.views if augment is not None else 1, self.events, lambda: self._steps_done,
         )  # fmt: skip
         self.trainer.forward_pass = cache.run
+        self._passes.on_begin = cache.announce
         return cache
 
     def _make_schedule(self, scheduler: Any, every: str) -> Schedule:
@@ -530,12 +628,54 @@ class Session:
             self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, self.rule
         )
         steering.handle(c.Extend, self._land_extend)
+        steering.handle(c.Discard, self._land_on_samples(self.sieve.discard))
+        steering.handle(c.Restore, self._land_on_samples(self.sieve.restore))
+        if self.sparse is not None:
+            sparse = self.sparse
+            steering.on_freezing.append(lambda layer, step: sparse.freezing(layer, step, self.history, self.events))
+            steering.on_thawed.append(sparse.thawed)
         if self.cache is not None:
-            steering.on_thaw = self.cache.invalidate
+            cache = self.cache
+            steering.on_thawed.append(lambda layer: cache.invalidate(f"{layer} was thawed"))
         return steering
+
+    def _make_sparse(self, settings: SparsitySettings | None) -> Sparsifier | None:
+        if settings is None:
+            return None
+        sparse = Sparsifier(settings, self.trainer, self.layer_modules, self.budget, self.seed)
+        sparse.record(0, self.history)
+        return sparse
+
+    def _land_on_samples(self, change: Callable[..., Event]) -> Callable[[Any, int], Event]:
+        def land(command: Any, step: int) -> Event:
+            event = change(command, step, self._passes.number, self._passes.position)
+            self.budget.steps_per_epoch = self._train_source.steps_per_epoch
+            self._passes.read_again()
+            if self._passes.skip_rest():
+                self._finish_pass()
+            return event
+
+        return land
 
     def _land_extend(self, command: c.Extend, step: int) -> Event:
         old = self.budget.total_steps
         self.budget.extend(command.epochs)
         new = self.budget.total_steps
         return SettingChanged(step=step, by=command.by, name="planned_steps", old=old, new=new)
+
+
+def replay(
+    path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any
+) -> replaying.Replay:
+    """Do a recorded run again from seed, arguments and commands, and compare every loss and every event.
+
+    Args:
+        path: a run directory or a checkpoint.
+        model: your model as it was before training, when it was no model by name.
+        data: your data, when they were no data by name.
+        changes: other objects of your own (``loss=``, ``forward=``).
+
+    Raises:
+        CheckpointError: when the record cannot be read, or the run went on with other arguments in between.
+    """
+    return replaying.replay(Session, path, model=model, data=data, **changes)

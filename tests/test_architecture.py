@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "egeria_lab"
 ORDER = [
     "errors", "tables", "algorithms", "models", "events", "commands", "history", "config", "data",
-    "distributed", "checkpoint", "interpret", "engine", "session", "integrations", "dashboard", "demo",
+    "distributed", "checkpoint", "interpret", "engine", "presets", "session", "integrations", "dashboard", "demo",
     "doctor", "benchmarks", "cli", "__main__",
 ]  # fmt: skip
 VIEW_PACKAGES = {"ipywidgets", "anywidget", "plotly", "IPython", "jupyterlab", "ipykernel"}

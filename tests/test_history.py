@@ -87,8 +87,8 @@ def test_readers_see_complete_rows_while_a_writer_writes() -> None:
 
 def test_history_has_its_tables() -> None:
     history = History(["front", "head"])
-    assert list(history) == ["steps", "plasticity", "epochs", "savings", "rates"]
-    assert len(history) == 5
+    assert list(history) == ["steps", "plasticity", "epochs", "savings", "rates", "sieve", "sparsity"]
+    assert len(history) == 7
     assert history["steps"] is history.steps
     assert {"step", "loss", "learning_rate", "accuracy"} <= set(STEP_COLUMNS)
     assert {"step", "layer", "value", "smoothed", "slope", "tolerance", "verdict"} <= set(PLASTICITY_COLUMNS)

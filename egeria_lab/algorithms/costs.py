@@ -15,11 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_lab.algorithms.activations import first_tensor
 from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.products import Product, ProductTracer, countable_kernels, flop_counter, weights_of
 from egeria_lab.algorithms.tracing import undisturbed
 
 
@@ -30,10 +30,19 @@ class StepFlops:
     Attributes:
         forward: FLOPs of the forward pass.
         backward: FLOPs of the backward pass (input and weight gradients).
+        names: names of the layer modules; empty when the figures were made by hand.
+        products: the matrix products and convolutions behind the figures, from which `cost_model` derives
+            the cost under any densities and any other frozen set; empty when made by hand.
+        frozen: names of the layers that were frozen when this was counted.
+        parameters: names of all parameters of the model, those without a product too.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    names: tuple[str, ...] = ()
+    products: tuple[Product, ...] = field(default=(), repr=False)
+    frozen: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def total(self) -> float:
@@ -65,15 +74,23 @@ def count_flops(
         >>> flops.forward, flops.backward    # 2 × 4 × 8 and 2 × 8 × 2; the first layer has no input gradient
         ((64.0, 32.0), (64.0, 64.0))
     """
-    # Fused attention kernels are not counted on every device; the plain one is made of products that are.
-    plain_attention = sdpa_kernel(SDPBackend.MATH)
-    with undisturbed(model), plain_attention, _frozen_flags(layers, frozen) as active:
-        counter = FlopCounterMode(display=False)
+    owners: dict[int, int | None] = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters}
+    for layer in layers:
+        owners.update((id(parameter), None) for parameter in layer.untrained)
+    with undisturbed(model), countable_kernels(model), _frozen_flags(layers, frozen) as active:
+        counter = flop_counter()
         forward: list[float] = []
         backward = [0.0] * len(layers)
         marks: list[tuple[int, float]] = []
-        with counter, _marking(layers, counter, forward, marks):
+        tracer = ProductTracer(
+            weights_of(model, owners),
+            list(model.buffers()),
+            counter.flop_registry,
+            lambda: min(len(forward), len(layers) - 1),
+        )
+        with tracer, counter, _marking(layers, counter, forward, marks):
             value = loss()
+            tracer.is_on = False
             at_loss = float(counter.get_total_flops())
             if active and value.requires_grad:
                 torch.autograd.grad(value, active, allow_unused=True)
@@ -88,6 +105,10 @@ def count_flops(
     return StepFlops(
         tuple(flops / num_samples for flops in forward_total),
         tuple(flops / num_samples for flops in backward),
+        tuple(layers.names),
+        tracer.products(num_samples),
+        tuple(name for name in layers.names if name in frozen),
+        tuple(name for name, _ in model.named_parameters()),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from egeria_lab.algorithms.distances import DISTANCES
 from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
@@ -349,6 +349,35 @@ class PlasticityPolicy:
             allowed = int(cap * len(self.layers))
             return f"max_frozen={cap:.3g} allows at most {allowed} of {len(self.layers)} layers"
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what freezes next but the settings, as plain values."""
+        return {
+            "tolerances": dict(self.tolerances),
+            "bootstrapping": self.bootstrapping,
+            "loss_change": self.loss_change,
+            "relaxed": self.relaxed,
+            "trends": {name: trend.state_dict() for name, trend in self._trends.items()},
+            "interval_losses": list(self._interval_losses),
+            "losses": list(self._losses),
+            "rate": self._rate,
+            "rate_age": self._rate_age,
+            "rate_is_smooth": self._rate_is_smooth,
+            "rate_at_last_freeze": self._rate_at_last_freeze,
+            "blocked": sorted([layer, obstacle] for layer, obstacle in self._blocked),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another policy of the same layers was; settings are replaced through `settings`."""
+        self.tolerances = dict(state["tolerances"])
+        self.bootstrapping, self.loss_change = state["bootstrapping"], state["loss_change"]
+        self.relaxed = state["relaxed"]
+        for name, trend in self._trends.items():
+            trend.load_state_dict(state["trends"][name])
+        self._interval_losses, self._losses = list(state["interval_losses"]), deque(state["losses"])
+        self._rate, self._rate_age = state["rate"], state["rate_age"]
+        self._rate_is_smooth, self._rate_at_last_freeze = state["rate_is_smooth"], state["rate_at_last_freeze"]
+        self._blocked = {(layer, obstacle) for layer, obstacle in state["blocked"]}
 
     def set_tolerance(self, layer: str, tolerance: float) -> None:
         """Give one layer a tolerance of its own.

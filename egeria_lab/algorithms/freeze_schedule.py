@@ -1,142 +1,113 @@
 """Freezing by schedule: when each layer freezes is known before training, whatever it has learned.
 
-SpFDE's single-shot schedule solves its start from a FLOPs target; *linear*, *FreezeOut* and *fixed* are
-the baselines that a measured rule should beat. All are pure functions of the layer costs.
+SpFDE's single-shot schedule solves its start from a FLOPs target, and so do its variants that thaw again;
+*linear*, *FreezeOut* and *fixed* are the baselines that a measured rule should beat. Here are the settings;
+what they ask for is worked out in `freeze_plans` and `schedule_solver`, and followed by `schedule_policy`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from egeria_lab.algorithms.freeze_policy import Decision
-from egeria_lab.errors import InvalidSettingError, is_number, require, unknown_name
+from egeria_lab.algorithms.freeze_plans import (
+    NEVER,
+    STEMS,
+    Stints,
+    cycles,
+    freezeout_times,
+    group_blocks,
+    linear_times,
+    single_shot,
+    whole_steps,
+)
+from egeria_lab.algorithms.schedule_solver import (
+    Density,
+    SavingMeter,
+    StepCosts,
+    beyond_the_ceiling,
+    epoch_clocks,
+    latest,
+)
+from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
 
-VARIANTS = ("single_shot", "linear", "freezeout", "fixed")
-NEVER = math.inf
+SOLVED = ("single_shot", "single_shot_resume", "periodic", "delayed_periodic")
+VARIANTS = (*SOLVED, "linear", "freezeout", "fixed")
+WHOLE_EPOCHS_FROM = 40
+"""From so many epochs on, a solved single-shot schedule begins at the end of an epoch."""
 
 
-def single_shot_saving(costs: Sequence[float], start: float, interval: float, total: float, max_blocks: int) -> float:
-    """Share of the training FLOPs that a single-shot schedule saves.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezePlan:
+    """When each layer of a model is frozen.
 
-    Block 1 freezes at `start`, each further one `interval` later; a frozen block saves two of its three
-    FLOPs units (input and weight gradient).
-
-    Args:
-        costs: forward cost of each block, front to back, in any unit.
-        start: epoch at which the first block freezes.
-        interval: epochs between two freezes.
-        total: epochs of training.
-        max_blocks: blocks that may be frozen.
-
-    Source: SpFDE (NeurIPS 2022), section 3.2.
-
-    Example:
-        >>> round(single_shot_saving([1.0, 1.0], start=50, interval=10, total=100, max_blocks=1), 4)
-        0.1667
+    Attributes:
+        blocks: names of the layers that freeze together, front to back; the head is the last block.
+        stints: layer → when it is frozen, ``(from, until)`` in fractions of training; `NEVER` for the end.
+        saving: share of the training FLOPs that it saves at least, by counted costs; None where the variant
+            is not solved for one.
+        ceiling: the most that the variant could save, in the same way.
     """
-    saved = sum(
-        2 * cost * max(0.0, total - (start + index * interval)) for index, cost in enumerate(costs[:max_blocks])
-    )
-    return saved / (3 * sum(costs) * total)
 
-
-def solve_start(
-    costs: Sequence[float], saving: float, interval: float, total: float, max_blocks: int, grid: float = 1.0
-) -> float:
-    """The latest start of a single-shot schedule that still meets a saving target.
-
-    Args:
-        costs: forward cost of each block, front to back.
-        saving: wanted share of the training FLOPs, in (0, 1).
-        interval: epochs between two freezes.
-        total: epochs of training.
-        max_blocks: blocks that may be frozen.
-        grid: the start is a multiple of this.
-
-    Raises:
-        InvalidSettingError: when even freezing from the first epoch on saves less.
-
-    Example:
-        >>> solve_start([1.0, 1.0], saving=0.1667, interval=10, total=100, max_blocks=1)
-        49.0
-    """
-    most = single_shot_saving(costs, 0.0, interval, total, max_blocks)
-    if saving > most:
-        raise InvalidSettingError(
-            f"saving={saving:.3g} is more than this model can save: at most {most:.3g} with {max_blocks} of "
-            f"{len(costs)} layers frozen one every {interval:.3g} epochs over {total:.3g} epochs. Lower the "
-            "target, shorten the interval, raise max_frozen, or train longer."
-        )
-    low, high = 0, math.floor(total / grid)
-    while low < high:  # savings fall as the start moves back, so the latest good start is found by halving
-        middle = (low + high + 1) // 2
-        if single_shot_saving(costs, middle * grid, interval, total, max_blocks) >= saving:
-            low = middle
-        else:
-            high = middle - 1
-    return low * grid
-
-
-def linear_times(count: int, start: float, level: float) -> list[float]:
-    """When each of `count` layers freezes, as a fraction of training, under a linear schedule.
-
-    From `start` on the frozen share of the layers grows linearly and would reach `level` at the end.
-
-    Source: the schedule of MosaicML Composer's layer freezing.
-
-    Example:
-        >>> linear_times(4, start=0.5, level=1.0)
-        [0.625, 0.75, 0.875, 1.0]
-    """
-    return [
-        start + (1 - start) * (index + 1) / (count * level) if index + 1 <= count * level else NEVER
-        for index in range(count)
-    ]
-
-
-def freezeout_times(count: int, start: float) -> list[float]:
-    """When each of `count` layers freezes under FreezeOut's cubic schedule, as a fraction of training.
-
-    The i-th time is ``(start^(1/3) + i/(count−1) · (1 − start^(1/3)))³``: front layers freeze in quick
-    succession, later ones last longer; the last layer trains to the end.
-
-    Source: Brock et al., "FreezeOut", 2017, section 3 (cubic scheduling).
-
-    Example:
-        >>> [round(t, 3) for t in freezeout_times(3, start=0.5)]
-        [0.5, 0.721, 1.0]
-    """
-    if count == 1:
-        return [1.0]
-    root = start ** (1 / 3)
-    return [(root + index / (count - 1) * (1 - root)) ** 3 for index in range(count)]
+    blocks: tuple[tuple[str, ...], ...]
+    stints: dict[str, Stints]
+    saving: float | None = None
+    ceiling: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Freeze by schedule.
 
+    The first four variants are solved: of all plans that save `saving`, they take the one that trains longest.
+
+    - ``"single_shot"`` (SpFDE): block 1 freezes at T_frz, one more every interval, for good.
+    - ``"single_shot_resume"``: the same, but everything is thawed for the last `resume_fraction` of training,
+      so that freezing begins earlier. Once thawed, layers follow the rate of the head.
+    - ``"periodic"``: in each cycle (the interval) the front blocks train first, and then freeze together.
+    - ``"delayed_periodic"``: such cycles, frozen for `frozen_share` of each, from a solved delay on.
+    - ``"linear"`` and ``"freezeout"`` (cubic) begin at `start`; ``"fixed"`` freezes `layers` there.
+
+    A block is one layer module (a residual block, an encoder layer), all layers of a block freeze at the same
+    step, and a stem goes with the first block; see `freeze_plans.group_blocks` for how it is recognised.
+    Times are fractions of training: a plan that is lengthened (`Session.extend`) solves nothing again, what
+    has frozen stays frozen, and what is to come moves to the same fraction of the new length. So single-shot
+    saves its target or more; a plan whose layers were thawed before it was lengthened saves less.
+
     Attributes:
-        variant: ``"single_shot"`` (SpFDE: solved from `saving`), ``"linear"``, ``"freezeout"``, ``"fixed"``.
-        saving: wanted share of the training FLOPs, in (0, 1); for ``"single_shot"``.
-        interval_epochs: epochs between two freezes, > 0; for ``"single_shot"``.
-        interval_steps: the same in steps; give one of the two.
-        max_frozen: at most this share of the layers freezes, in (0, 1].
-        start: fraction of training at which freezing begins, in [0, 1); for the other variants.
-        level: share of the layers frozen at the end, in (0, 1]; for ``"linear"``.
+        variant: one of the above.
+        saving: wanted share of the training FLOPs, in (0, 1); for the solved variants.
+        interval_epochs: epochs between two freezes, or of a cycle, > 0; None for 5/160 of the training, and
+            for 1/8 of it, at least 8 steps, where there are cycles.
+        interval_steps: the same in steps, a whole number >= 1; give one of the two.
+        max_frozen: at most this share of the blocks, the head included, freezes, in (0, 1]; for the solved
+            variants.
+        resume_fraction: share of training at whose beginning everything thaws, in (0, 1).
+        frozen_share: share of each cycle of ``"delayed_periodic"`` in which blocks are frozen, in (0, 1).
+        start: fraction of training at which freezing begins, in [0, 1); for the variants that are not solved.
+        level: share of the blocks frozen at the end, in (0, 1]; for ``"linear"``.
         layers: names of the layers to freeze at `start`; for ``"fixed"``.
-        block_lr: ``"cosine"`` gives each layer its own cosine that ends at its freeze (``"single_shot"``
-            and ``"freezeout"``), ``"global"`` leaves the one schedule for all.
+        stem: ``"auto"`` lets a cheap first layer freeze with the second, ``"first"`` always does, ``"own"``
+            never; ``"fixed"`` has no blocks.
+        block_lr: ``"cosine"`` gives each layer its own cosine that ends where it freezes (``"single_shot"``,
+            ``"single_shot_resume"`` and ``"freezeout"``; layers that come back in cycles have none of their
+            own), ``"global"`` leaves the one schedule for all.
 
     Raises:
         InvalidSettingError, UnknownNameError: when made with a value outside these ranges.
 
+    Source: SpFDE (NeurIPS 2022), section 3.2.
+
     Example:
         >>> Schedule(variant="linear", start=0.3).level
         1.0
+        >>> plan = Schedule(saving=0.2, interval_steps=10).plan(
+        ...     [("a",), ("b",), ("head",)], [9.0, 6.0, 4.0], total_steps=100, steps_per_epoch=10
+        ... )
+        >>> plan.stints["a"], round(plan.saving, 3), round(plan.ceiling, 3)
+        (((0.6, inf),), 0.2, 0.527)
     """
 
     variant: str = "single_shot"
@@ -144,126 +115,180 @@ class Schedule:
     interval_epochs: float | None = None
     interval_steps: int | None = None
     max_frozen: float = 2 / 3
+    resume_fraction: float = 0.1
+    frozen_share: float = 0.75
     start: float = 0.5
     level: float = 1.0
     layers: tuple[str, ...] = ()
+    stem: str = "auto"
     block_lr: str = "cosine"
 
     prefix: ClassVar[str] = "freeze"
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise unknown_name("schedule variant", self.variant, VARIANTS)
-        if self.block_lr not in ("cosine", "global"):
-            raise unknown_name("block_lr", self.block_lr, ("cosine", "global"))
+        for kind, value, known in (
+            ("schedule variant", self.variant, VARIANTS),
+            ("block_lr", self.block_lr, ("cosine", "global")),
+            ("stem", self.stem, STEMS),
+        ):
+            if value not in known:
+                raise unknown_name(kind, value, known)
         for name, low_open, high_open in (
             ("saving", True, True), ("max_frozen", True, False), ("start", False, True), ("level", True, False),
+            ("resume_fraction", True, True), ("frozen_share", True, True),
         ):  # fmt: skip
-            value = getattr(self, name)
-            above = is_number(value) and (value > 0 if low_open else value >= 0)
-            inside = above and (value < 1 if high_open else value <= 1)
+            share = getattr(self, name)
+            above = is_number(share) and (share > 0 if low_open else share >= 0)
+            inside = above and (share < 1 if high_open else share <= 1)
             allowed = f"in {'(' if low_open else '['}0, 1{')' if high_open else ']'}"
-            require(inside, "Schedule", name, value, allowed)
-        for name in ("interval_epochs", "interval_steps"):
-            value = getattr(self, name)
-            require(value is None or (is_number(value) and value > 0), "Schedule", name, value, "> 0 or None")
-        if self.interval_epochs is not None and self.interval_steps is not None:
+            require(inside, "Schedule", name, share, allowed)
+        epochs, steps = self.interval_epochs, self.interval_steps
+        good = epochs is None or (is_number(epochs) and epochs > 0)
+        require(good, "Schedule", "interval_epochs", epochs, "a number > 0 or None")
+        good = steps is None or (is_whole(steps) and steps >= 1)
+        require(good, "Schedule", "interval_steps", steps, "a whole number >= 1 or None")
+        if epochs is not None and steps is not None:
             raise InvalidSettingError(
-                f"Schedule: give interval_epochs or interval_steps, not both; got {self.interval_epochs} and "
-                f"{self.interval_steps}."
+                f"Schedule: give interval_epochs or interval_steps, not both; got {epochs} and {steps}."
             )
         if self.variant == "fixed":
-            require(bool(self.layers), "Schedule", "layers", self.layers, "the names of the layers to freeze")
+            named = isinstance(self.layers, (tuple, list)) and bool(self.layers)
+            require(named, "Schedule", "layers", self.layers, "the names of the layers to freeze")
+
+    @property
+    def is_solved(self) -> bool:
+        """True when the plan is solved from `saving`, which needs counted step costs."""
+        return self.variant in SOLVED
 
     @property
     def has_own_rates(self) -> bool:
         """True when each layer has a cosine of its own."""
-        return self.block_lr == "cosine" and self.variant in ("single_shot", "freezeout")
+        return self.block_lr == "cosine" and self.variant in ("single_shot", "single_shot_resume", "freezeout")
 
-    def freeze_times(
-        self, names: Sequence[str], forward_costs: Sequence[float], epochs: float, steps_per_epoch: int
-    ) -> dict[str, float]:
-        """When each layer freezes, as a fraction of training; `NEVER` for those that do not.
+    def blocks(self, names: Sequence[str], forward_costs: Sequence[float]) -> tuple[tuple[str, ...], ...]:
+        """The layers that freeze together, from the names and forward FLOPs of all, front to back."""
+        return group_blocks(names, forward_costs, "own" if self.variant == "fixed" else self.stem)
+
+    def most_frozen(self, num_blocks: int) -> int:
+        """How many of so many blocks, the head included, may be frozen."""
+        return min(num_blocks - 1, math.floor(self.max_frozen * num_blocks + 1e-9))
+
+    def plan(
+        self,
+        blocks: Sequence[Sequence[str]],
+        step_costs: StepCosts,
+        *,
+        total_steps: int,
+        steps_per_epoch: int,
+        density_at: Density | None = None,
+    ) -> FreezePlan:
+        """When each layer is frozen.
+
+        The saving holds for the FLOPs of the samples that are trained on, whatever the size of an epoch's last
+        batch, if nobody steers and the training is as long as planned.
 
         Args:
-            names: layer names, front to back; the last one (the head) never freezes.
-            forward_costs: forward FLOPs of each layer.
-            epochs: planned epochs.
+            blocks: as from `blocks`; the head, which never freezes, is the last.
+            step_costs: entry ``k`` is the cost of a step with the first `k` blocks frozen, for ``k`` from 0 to
+                ``most_frozen(len(blocks))``; as one number, or as one a layer. Only for solved variants.
+            total_steps: planned steps.
             steps_per_epoch: steps in one epoch.
+            density_at: as in `schedule_solver.SavingMeter`. A block that is pruned to a lower density when it
+                freezes saves more than this counts.
 
         Raises:
-            InvalidSettingError: when the target cannot be met.
+            InvalidSettingError: when the target cannot be met; the message gives the ceiling.
             UnknownNameError: when a named layer does not exist or is the head.
         """
-        body = list(names[:-1])
+        if self.is_solved:
+            return self._solved(blocks, step_costs, total_steps, steps_per_epoch, density_at)
+        body = [tuple(block) for block in blocks[:-1]]
         if self.variant == "fixed":
+            known = [name for block in body for name in block]
             for name in self.layers:
-                if name not in body:
-                    raise unknown_name("layer (the head cannot freeze by schedule)", name, body)
-            times = [self.start if name in self.layers else NEVER for name in body]
+                if name not in known:
+                    raise unknown_name("layer (the head cannot freeze by schedule)", name, known)
+            times = [self.start if set(block) & set(self.layers) else NEVER for block in body]
         elif self.variant == "linear":
             times = linear_times(len(body), self.start, self.level)
-        elif self.variant == "freezeout":
-            times = freezeout_times(len(names), self.start)[:-1]
         else:
-            times = self._single_shot_times(len(body), forward_costs, epochs, steps_per_epoch)
-        cap = math.floor(self.max_frozen * len(names)) if self.variant == "single_shot" else len(body)
-        limited = [time if index < cap else NEVER for index, time in enumerate(times)]
-        return {**dict(zip(body, limited, strict=True)), names[-1]: NEVER}
+            times = freezeout_times(len(blocks), self.start)[:-1]
+        stints: list[Stints] = [((time, NEVER),) if time < 1 else () for time in times]
+        return FreezePlan(blocks=tuple(map(tuple, blocks)), stints=_by_layer(blocks, stints))
 
-    def _single_shot_times(
-        self, count: int, costs: Sequence[float], epochs: float, steps_per_epoch: int
-    ) -> list[float]:
-        interval = self.interval_epochs
-        if self.interval_steps is not None:
-            interval = self.interval_steps / steps_per_epoch
-        if interval is None:  # five of the paper's 160 epochs, so that short runs have a schedule too
-            interval = epochs * 5 / 160
-        cap = min(count, math.floor(self.max_frozen * len(costs)))
-        grid = 1.0 if epochs >= 40 else 1 / steps_per_epoch
-        start = solve_start(costs, self.saving, interval, epochs, cap, grid)
-        return [min(1.0, (start + index * interval) / epochs) for index in range(count)]
+    def _solved(
+        self,
+        blocks: Sequence[Sequence[str]],
+        step_costs: StepCosts,
+        total: int,
+        steps_per_epoch: int,
+        density_at: Density | None,
+    ) -> FreezePlan:
+        count = self.most_frozen(len(blocks))
+        clocks = epoch_clocks(steps_per_epoch)
+        meters = [SavingMeter(step_costs, total, density_at=density_at, work_at=clock) for clock in clocks]
+        candidates, plan_of, most = self._search(count, total, self._interval(total, steps_per_epoch))
 
+        def saving_of(candidate: float) -> float:
+            return min(meter.saving(whole_steps(plan_of(candidate), total)) for meter in meters)
 
-class SchedulePolicy:
-    """Turns freeze times into decisions, front to back, as training progresses.
+        chosen = None
+        if self.variant.startswith("single_shot") and total >= WHOLE_EPOCHS_FROM * steps_per_epoch:
+            chosen = latest(candidates[steps_per_epoch - 1 :: steps_per_epoch], saving_of, self.saving)
+        if chosen is None:
+            chosen = latest(candidates, saving_of, self.saving)
+        ceiling = saving_of(candidates[0]) if candidates else 0.0
+        if chosen is None:
+            most = f"{count} of {len(blocks) - 1} blocks before the head {most}"
+            raise beyond_the_ceiling(self.saving, ceiling, most)
+        fractions = [
+            tuple((start / total, end / total if end < total else NEVER) for start, end in block)
+            for block in whole_steps(plan_of(chosen), total)
+        ]
+        return FreezePlan(
+            blocks=tuple(map(tuple, blocks)),
+            stints=_by_layer(blocks, fractions),
+            saving=saving_of(chosen),
+            ceiling=ceiling,
+        )
 
-    Args:
-        times: layer → fraction of training at which it freezes.
+    def _search(self, count: int, total: int, interval: float) -> tuple[range, Callable[[float], list[Stints]], str]:
+        """What is searched, ascending with ever less saved; the plan of each; and the most, in words.
 
-    Example:
-        >>> policy = SchedulePolicy({"a": 0.5, "b": NEVER})
-        >>> [d.layer for d in policy.due(0.6, frozen=(), pinned=())]
-        ['a']
-    """
-
-    def __init__(self, times: Mapping[str, float]) -> None:
-        self.times = dict(times)
-        self._announced: set[str] = set()
-
-    def due(self, progress: float, *, frozen: Sequence[str], pinned: Sequence[str]) -> list[Decision]:
-        """What freezes at this progress in [0, 1]; a pinned layer is reported once as blocked."""
-        decisions = []
-        for name, time in self.times.items():
-            if progress < time or name in frozen or time >= 1:
-                continue
-            if name in pinned:
-                if name not in self._announced:
-                    self._announced.add(name)
-                    decisions.append(Decision(action="blocked", layer=name, reason="it is pinned"))
-                continue
-            reason = f"scheduled for {time:.1%} of training"
-            decisions.append(Decision(action="freeze", layer=name, reason=reason))
-        return decisions
-
-    def rate_factor(self, layer: str, progress: float) -> float:
-        """Factor on the peak learning rate of a layer whose own cosine ends at its freeze.
-
-        Source: SpFDE (NeurIPS 2022), section 3.2; FreezeOut (2017), section 3.
-
-        Example:
-            >>> round(SchedulePolicy({"a": 0.5}).rate_factor("a", 0.25), 6)
-            0.5
+        A step is trained in full before a rule is asked for the first time, so nothing begins at 0.
         """
-        end = min(1.0, self.times.get(layer, 1.0))
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress / end))) if end > 0 else 0.0
+        if self.variant.startswith("single_shot"):
+            end, resumed = total, ""
+            if self.variant == "single_shot_resume":
+                end = min(total - 1, math.ceil((1 - self.resume_fraction) * total - 1e-9))
+                resumed = f" and all thawed for the last {total - end}"
+            most = f"frozen one every {interval:.3g} steps of {total}{resumed}"
+            return range(1, end), lambda start: single_shot(count, start, interval, end), most
+        if interval < 2:
+            raise InvalidSettingError(
+                f"Schedule: a cycle of {interval:.3g} steps cannot hold a trained and a frozen part; give an interval "
+                "of at least 2 steps."
+            )
+        if self.variant == "periodic":
+            num = math.ceil(total / interval)
+            # Trained steps of all cycles together, so that it is as fine as the training is long.
+            candidates = range(num, math.ceil(interval * num))
+            most = f"frozen for all but one step of each cycle of {interval:.3g} steps, over {total}"
+            return candidates, lambda trained: cycles(count, 0, interval, trained / num, total), most
+        trained = min(interval - 1, max(1.0, (1 - self.frozen_share) * interval))
+        most = f"frozen for {1 - trained / interval:.0%} of each cycle of {interval:.3g} steps, over {total}"
+        return range(total), lambda delay: cycles(count, delay, interval, trained, total), most
+
+    def _interval(self, total: int, steps_per_epoch: int) -> float:
+        if self.interval_steps is not None:
+            return self.interval_steps
+        if self.interval_epochs is not None:
+            return self.interval_epochs * steps_per_epoch
+        if "periodic" in self.variant:
+            return max(2, min(total, max(8, round(total / 8))))
+        return total * 5 / 160  # five of the paper's 160 epochs, so that short runs have a schedule too
+
+
+def _by_layer(blocks: Sequence[Sequence[str]], plan: Sequence[Stints]) -> dict[str, Stints]:
+    whole = [*plan, *[()] * (len(blocks) - len(plan))]
+    return {name: stints for block, stints in zip(blocks, whole, strict=True) for name in block}

@@ -88,6 +88,16 @@ class Freezer:
         """Names of the frozen layers, front to back."""
         return tuple(name for name in self.layers if name in self._parked)
 
+    def check(self, name: str) -> None:
+        """Raise what `freeze` would raise, and change nothing.
+
+        Raises:
+            LayerError: when the layer does not exist, or when nothing trainable would be left.
+        """
+        _, parameters = self._find(name)
+        if name not in self._parked:
+            self._check_something_left(name, [parameter for parameter in parameters if parameter.requires_grad])
+
     def freeze(self, name: str) -> bool:
         """Freeze one layer; False when it was frozen already.
 
@@ -151,6 +161,64 @@ class Freezer:
         )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is frozen and what a thaw will need, by name: plain values and tensors (the parked ones themselves)."""
+        modules = {module: name for name, module in self.model.named_modules()}
+        parameters = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parked = [
+            {
+                "layer": layer,
+                "model_training": kept.model_training,
+                "training": {modules[module]: mode for module, mode in kept.training.items()},
+                "trainable": [parameters[id(parameter)] for parameter in kept.trainable],
+                "state": {parameters[key]: state for key, state in kept.state.items()},
+            }
+            for layer, kept in self._parked.items()
+        ]
+        return {"parked": parked}
+
+    def places(self) -> list[tuple[str, int]]:
+        """Name of each parameter that has left the optimizer, and the position of the group it left."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [(names[key], index) for kept in self._parked.values() for key, index in kept.groups.items()]
+
+    def order(self) -> dict[str, int]:
+        """Position of each parameter in its group as the optimizer was given, by name."""
+        return {n: self._order[id(p)] for n, p in self.model.named_parameters() if id(p) in self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Freeze exactly what was frozen then, with the optimizer state that was parked then; thaw what was not.
+
+        Which group a parameter belongs to is what the optimizer says now.
+
+        Raises:
+            LayerError: when a layer, a module or a parameter of the state does not exist here.
+        """
+        self.close()
+        modules, parameters = dict(self.model.named_modules()), dict(self.model.named_parameters())
+        for entry in state["parked"]:
+            self._find(entry["layer"])
+            for name in [*entry["training"], *entry["trainable"]]:
+                if name not in modules and name not in parameters:
+                    raise LayerError(f"the state is that of another model: there is no {name!r} here.")
+            training = {modules[name]: mode for name, mode in entry["training"].items()}
+            trainable = [parameters[name] for name in entry["trainable"]]
+            kept = _Parked(entry["model_training"], training, trainable)
+            for parameter in trainable:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                self._park(parameter, kept)
+            kept.state = {}
+            for name, values in entry["state"].items():
+                on_cpu, group = self.park_state == "cpu", self._group_of(id(parameters[name]), kept)
+                counted_there = group.get("capturable") or group.get("fused")
+                device = torch.device("cpu") if on_cpu else parameters[name].device
+                kept.state[id(parameters[name])] = _moved(values, device, skip="" if counted_there else "step")
+            self._parked[entry["layer"]] = kept
+        if self._parked:
+            self._hook = self.model.register_forward_pre_hook(_ModeKeeper(self))
+        self.hold()
+
     def close(self) -> None:
         """Thaw everything and leave nothing of ours in the model."""
         for name in list(self._parked):
@@ -182,6 +250,11 @@ class Freezer:
         if state is not None and self.park_state != "drop":
             device = torch.device("cpu") if self.park_state == "cpu" else None
             parked.state[id(parameter)] = _moved(state, device)
+
+    def _group_of(self, key: int, parked: _Parked) -> dict[str, Any]:
+        if self.optimizer is None or key not in parked.groups:
+            return {}
+        return self.optimizer.param_groups[parked.groups[key]]
 
     def _give_back(self, parameter: nn.Parameter, parked: _Parked) -> None:
         if self.optimizer is None or id(parameter) not in parked.groups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -131,6 +131,23 @@ class GradientNormPolicy:
             return []
         limit = percentile_of(list(self.changes.values()), self.settings.percentile)
         return self._front_below(limit, frozen, pinned)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums and norms so far: plain values and tensors."""
+        return {
+            "changes": dict(self.changes),
+            "norms": dict(self._norms),
+            "sums": {name: list(sums) for name, sums in self._sums.items()},
+            "intervals": self._intervals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, on the device of the parameters; the tensors are taken over."""
+        self.changes, self._norms = dict(state["changes"]), dict(state["norms"])
+        self._sums = {
+            name: [total.to(self.layers[name][0].device) for total in sums] for name, sums in state["sums"].items()
+        }
+        self._intervals = state["intervals"]
 
     def _front_below(self, limit: float, frozen: Sequence[str], pinned: Sequence[str]) -> list[Decision]:
         names = list(self.layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -20,6 +22,14 @@ class Guard:
     """
 
     best: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best accuracy so far."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.best = state["best"]
 
     def check(self, accuracy: float, allowed: float) -> str | None:
         """Take in one accuracy; the reason to act, or None.

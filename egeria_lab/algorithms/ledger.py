@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from egeria_lab.algorithms.costs import CostBook
+from egeria_lab.algorithms.ledger_parts import (
+    LayerTable,
+    LedgerLayer,
+    SieveFigures,
+    SparsityFigures,
+    memory_reason,
+    memory_rows,
+    parts_to_dict,
+    run_rows,
+    share_of,
+    sieving_reason,
+    sparsity_reason,
+)
+from egeria_lab.algorithms.memory_model import MemoryRun
+from egeria_lab.algorithms.run_costs import RunFlops
 from egeria_lab.tables import amount, html_table, percent, text_table
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerLayer:
-    """What one layer module costs per sample, and how long it has been frozen."""
-
-    name: str
-    parameters: int
-    forward_flops: float
-    backward_flops: float
-    state: str
-    frozen_steps: int
+__all__ = ["Ledger", "LedgerLayer", "SieveFigures", "SparsityFigures"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,13 @@ class Ledger:
         worker_seconds: processor time that the reference spent beside the training thread.
         waited_seconds: time the training thread waited for it; part of the book's monitoring time.
         cache: figures of the activation cache by name, or None when there is none.
+        run: FLOPs of the run on paper, technique by technique; needed to show `sieve` and `sparsity`.
+        sieve: what a sieve did, or None when there is none.
+        sparsity: what sparse training did, or None when nothing is sparse.
+        paper_memory: memory as the papers count it, or None when it was not asked for.
+        floor: share of the FLOPs that no frozen front can save, where it was counted (`floor_share`).
+        peak_bytes: measured peak of the device's allocator in a step, or None where there is none to ask.
+        full_peak_bytes: the same with nothing frozen.
     """
 
     book: CostBook
@@ -44,6 +56,13 @@ class Ledger:
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
     cache: Mapping[str, float] | None = None
+    run: RunFlops | None = None
+    sieve: SieveFigures | None = None
+    sparsity: SparsityFigures | None = None
+    paper_memory: MemoryRun | None = None
+    floor: float | None = None
+    peak_bytes: int | None = None
+    full_peak_bytes: int | None = None
 
     @property
     def memory_saved_fraction(self) -> float | None:
@@ -60,36 +79,78 @@ class Ledger:
         return 1 - self.predicted_saved_bytes / self.book.full_saved_bytes
 
     def why(self) -> dict[str, str]:
-        """One clause for each of FLOPs, time and memory."""
+        """One clause for each of FLOPs, time and memory, and for each feature that is on."""
         frozen = [layer.name for layer in self.layers if layer.state == "frozen"]
-        prefix = next((i for i, layer in enumerate(self.layers) if layer.state != "frozen"), len(self.layers))
         if not frozen and not any(layer.frozen_steps for layer in self.layers):
             nothing = "no layer has been frozen yet"
-            return {"flops": nothing, "time": nothing, "memory": nothing}
-        hole = len(frozen) > prefix
-        flops = f"{prefix} of {len(self.layers)} layers frozen from the front skip their backward pass"
-        if hole:
-            flops += f"; {len(frozen) - prefix} behind trainable layers save weight gradients only"
-        memory = f"the frozen front keeps nothing for backward ({prefix} of {len(self.layers)} layers)"
-        if prefix == 0:
-            memory = "0 B from freezing at the front: trainable layers lie before the frozen ones"
+            return {"flops": nothing, "time": nothing, "memory": nothing, **self._why_parts()}
+        return {
+            "flops": self._why_flops(frozen),
+            "time": self._why_time(),
+            "memory": self._why_memory(frozen),
+            **self._why_parts(),
+        }
+
+    @property
+    def _prefix(self) -> int:
+        return next((i for i, layer in enumerate(self.layers) if layer.state != "frozen"), len(self.layers))
+
+    def _why_flops(self, frozen: Sequence[str]) -> str:
         if not frozen:
-            flops = "layers were frozen for a while and are trained again"
-            memory = "0 B now: no layer is frozen"
-        time = "steps are timed against the median of those with nothing frozen"
+            return "layers were frozen for a while and are trained again"
+        why = f"{self._prefix} of {len(self.layers)} layers frozen from the front skip their backward pass"
+        if len(frozen) > self._prefix:
+            why += f"; {len(frozen) - self._prefix} behind trainable layers save weight gradients only"
+        if self.book.full_flops and self.book.flops_saved_fraction <= 0:
+            why += "; 0 so far: no step was made with them, or they hold no product to skip"
+        return why
+
+    def _why_time(self) -> str:
+        why = "steps are timed against the median of those with nothing frozen"
         if self.book.baseline_seconds is not None:
-            time = "measured beside the same run without freezing, watching included"
-        elif self.book.time_saved_fraction is None:
-            time = "too few steps with nothing frozen to compare with"
-        return {"flops": flops, "time": time, "memory": memory}
+            why = "measured beside the same run without freezing, watching included"
+        measured = self.book.time_saved_fraction
+        if measured is None:
+            return "too few steps with nothing frozen to compare with"
+        return why if measured > 0 else f"{why}; nothing gained: what is skipped takes less than what else changed"
+
+    def _why_memory(self, frozen: Sequence[str]) -> str:
+        if not frozen:
+            return "0 B now: no layer is frozen"
+        if self._prefix == 0:
+            return "0 B from freezing at the front: trainable layers lie before the frozen ones"
+        if self.memory_saved_fraction is not None and self.memory_saved_fraction <= 0:
+            return "0 B: the frozen front held no more than its output, which the first trained layer keeps"
+        return f"the frozen front keeps nothing for backward ({self._prefix} of {len(self.layers)} layers)"
+
+    def _why_parts(self) -> dict[str, str]:
+        why = {}
+        if self.run is not None and self.sieve is not None:
+            why["sieving"] = sieving_reason(self.run, self.sieve)
+        if self.run is not None and self.sparsity is not None:
+            why["sparsity"] = sparsity_reason(self.run, self.sparsity)
+        if self.paper_memory is not None:
+            why["paper_memory"] = memory_reason(self.paper_memory)
+        return why
 
     @property
     def always_active_share(self) -> float:
-        """FLOPs share of the head, which no rule freezes: the floor of what training costs."""
+        """FLOPs share of the head, which no rule freezes, and of every forward pass: the floor of training.
+
+        Counted where `floor` is given; otherwise the head's whole backward pass is taken, which is a little
+        more, as its input gradient goes too once everything before it is frozen.
+        """
+        if self.floor is not None:
+            return self.floor
         total = sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
         head = self.layers[-1].forward_flops + self.layers[-1].backward_flops
         forward = sum(layer.forward_flops for layer in self.layers[:-1])
         return (head + forward) / total if total else 0.0
+
+    def by_layer(self) -> LayerTable:
+        """A table of the layers: how long each was frozen and cached, how dense it is."""
+        sieved = None if self.sieve is None else self.sieve.sieved_share
+        return LayerTable(self.layers, self.book.steps, sieved)
 
     def to_dict(self) -> dict[str, Any]:
         """The ledger as JSON-able plain data."""
@@ -119,7 +180,11 @@ class Ledger:
                 "saved_fraction": self.memory_saved_fraction,
                 "theoretical_saved_fraction": self.memory_predicted_fraction,
                 "why": why["memory"],
+                "peak_bytes": self.peak_bytes,
+                "full_peak_bytes": self.full_peak_bytes,
             },
+            **parts_to_dict(self.sieve, self.sparsity, self.run, self.paper_memory),
+            "why": why,
             "cache": None if self.cache is None else dict(self.cache),
             "layers": [
                 {
@@ -129,6 +194,9 @@ class Ledger:
                     "backward_flops": layer.backward_flops,
                     "state": layer.state,
                     "frozen_steps": layer.frozen_steps,
+                    "frozen_share": share_of(layer.frozen_steps, book.steps),
+                    "cached_share": share_of(layer.cached_steps, book.steps),
+                    "density": layer.density,
                 }
                 for layer in self.layers
             ],
@@ -136,6 +204,7 @@ class Ledger:
 
     def _rows(self) -> list[list[str]]:
         book, why = self.book, self.why()
+        flops = "FLOPs" if self.sieve is None and self.sparsity is None else "FLOPs by freezing"
         executed = f"{amount(book.executed_flops, 'FLOPs')} of {amount(book.full_flops, 'FLOPs')}"
         watching = f"{book.monitor_seconds:.1f} s in {book.steps:,} steps"
         if self.worker_seconds:
@@ -144,7 +213,7 @@ class Ledger:
         if book.saved_bytes is not None and book.full_saved_bytes is not None:
             kept = f"{amount(book.saved_bytes, 'B')} of {amount(book.full_saved_bytes, 'B')} a step"
         return [
-            ["FLOPs", percent(book.flops_saved_fraction), "counted, not timed", executed, why["flops"]],
+            [flops, percent(book.flops_saved_fraction), "counted, not timed", executed, why["flops"]],
             [
                 "time", percent(book.flops_saved_fraction), percent(book.time_saved_fraction),
                 f"{book.train_seconds:.1f} s trained", why["time"],
@@ -158,10 +227,12 @@ class Ledger:
                 watching, "plasticity readings, snapshots and counting, not included above",
             ],
             [
-                "most that freezing can save", percent(1 - self.always_active_share), "–", "of the FLOPs",
+                "most that freezing can save", percent(1 - self.always_active_share), "–",
+                f"{percent(self.always_active_share)} of the FLOPs are the floor",
                 f"{self.layers[-1].name}, the head, and every forward pass remain; only a cache saves more",
             ],
             *self._cache_rows(),
+            *self._part_rows(),
         ]  # fmt: skip
 
     def _cache_rows(self) -> list[list[str]]:
@@ -171,7 +242,15 @@ class Ledger:
         served = f"{hits:,} of {hits + misses:,} rows served, {amount(self.cache['num_bytes'], 'B')} on disk"
         reading, writing = self.cache["wait_seconds"], self.cache["write_seconds"]
         cost = f"{reading:.1f} s reading, {writing:.1f} s writing, within the step times"
+        if not hits:
+            cost = f"nothing served yet: a cache fills during the first pass after a freeze; {cost}"
         return [["activation cache", "in FLOPs", "in time", served, cost]]
+
+    def _part_rows(self) -> list[list[str]]:
+        rows = memory_rows(self.paper_memory, self.peak_bytes, self.full_peak_bytes)
+        if self.run is not None and (self.sieve is not None or self.sparsity is not None):
+            rows = [*run_rows(self.run, self.sieve, self.sparsity), *rows]
+        return rows
 
     def __repr__(self) -> str:
         return text_table(_HEAD, self._rows())

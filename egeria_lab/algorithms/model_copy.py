@@ -25,6 +25,9 @@ from egeria_lab.errors import LayerError
 TensorName = tuple[str, str]
 """Path of a module and the name of a tensor in it."""
 
+MADE_OF = ("_orig", "_mask", "_g", "_v", "_u")
+"""Endings of the tensors that a forward hook computes a weight from."""
+
 _HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
@@ -45,8 +48,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: nn.Module, *, steady: bool = True) -> nn.Module:
     """Copy a model's structure and values to the CPU, once, before training.
+
+    Args:
+        model: it is read and never changed.
+        steady: keep attention off its fused path, so that every submodule is called.
 
     Raises:
         LayerError: when something inside the model cannot be copied.
@@ -74,7 +81,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
                 _make_plain(originals[path], module)
     for module in copied.modules():
         module.training = False
-        _make_steady(module)
+        if steady:
+            _make_steady(module)
     return copied
 
 
@@ -101,6 +109,9 @@ def _make_plain(original: nn.Module, copied: nn.Module) -> None:
         copied.register_parameter(name, nn.Parameter(value, requires_grad=False))
     for name, value in _hooked(original).items():
         vars(copied).pop(name, None)
+        for suffix in MADE_OF:
+            copied._parameters.pop(f"{name}{suffix}", None)
+            copied._buffers.pop(f"{name}{suffix}", None)
         copied.register_parameter(name, nn.Parameter(value.cpu().clone(), requires_grad=False))
 
 

@@ -7,8 +7,9 @@ layer converged when the slope has stayed below a tolerance for long enough.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 TUNING_FITS = 5
 """The tolerance of a layer is tuned on the mean |slope| of its first so many fits."""
@@ -86,6 +87,20 @@ class PlasticityTrend:
         if len(self.first_slopes) < TUNING_FITS:
             return None
         return sum(self.first_slopes) / len(self.first_slopes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The series as plain values."""
+        return {
+            "values": list(self.values),
+            "smoothed": list(self.smoothed),
+            "first_slopes": list(self.first_slopes),
+            "stable": self.stable,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a series of `state_dict`."""
+        self.values, self.smoothed = deque(state["values"]), deque(state["smoothed"])
+        self.first_slopes, self.stable = list(state["first_slopes"]), int(state["stable"])
 
     def restart(self) -> None:
         """Begin a new series against a new reference; the tuned tolerance stays."""

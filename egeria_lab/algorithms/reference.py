@@ -7,6 +7,7 @@ model can be snapshotted too; it runs through the training model's own code with
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,16 @@ class Reference:
             state = {**dict(self._called.named_parameters()), **dict(self._called.named_buffers())}
             self._state = {name: tensor.detach().clone() for name, tensor in state.items()}
         self.generation += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot: its number and its tensors."""
+        return {"generation": self.generation, "tensors": dict(self._state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the snapshot of `state_dict`, on the device of the training model; the tensors are taken over."""
+        now = {**dict(self._called.named_parameters()), **dict(self._called.named_buffers())}
+        self._state = {name: tensor.to(now[name].device) for name, tensor in state["tensors"].items()}
+        self.generation = state["generation"]
 
     def activations(self, inputs: object, stop_after: nn.Module | None = None) -> dict[str, Tensor]:
         """Outputs of the wanted submodules in eval mode under the snapshot's tensors.

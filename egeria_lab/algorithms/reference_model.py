@@ -113,6 +113,8 @@ class ReferenceModel(ModelTwin):
         for layer in layers:
             inside = [counterparts[module] for module in layer.modules if module in counterparts]
             self._plans[layer.name] = self._plan(layer.name, inside)
+        self._planned = {name: (list(plan.units), list(plan.reasons)) for name, plan in self._plans.items()}
+        self._dropped: list[tuple[str, int, str]] = []  # layer, position among its planned units, reason
 
     def state_of(self, model: nn.Module, names: Sequence[TensorName] | None = None) -> dict[TensorName, Tensor]:
         """Clone the tensors of the training model that a snapshot needs; cheap, for the training thread."""
@@ -147,6 +149,38 @@ class ReferenceModel(ModelTwin):
         """
         with self._replaced({unit: unit.forward for unit in self._units()}):
             return self._run_guarded(content, wanted, reduce)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot and all that its conversion hangs on: plain values and tensors (its own, not copies)."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for (path, name), tensor in self._own.items():
+            tensors.setdefault(path, {})[name] = tensor
+        return {
+            "engine": self.engine,
+            "generation": self.generation,
+            "checked": self._checked,
+            "draws": self._draws,
+            "dropped": [list(entry) for entry in self._dropped],
+            "ranges": [unit.double.ranges() for unit in self._units()],
+            "tensors": tensors,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the very snapshot of `state_dict`: the same tensors, ranges and parts that are float32.
+
+        The other reference must have been made of the same model with the same engine.
+        """
+        self.load({(path, name): x for path, inside in state["tensors"].items() for name, x in inside.items()})
+        for name, (units, reasons) in self._planned.items():
+            self._plans[name].units, self._plans[name].reasons = list(units), list(reasons)
+        self._dropped = []
+        for layer, position, reason in state["dropped"]:
+            self._drop(self._planned[layer][0][position], reason)
+        self.generation, self._checked, self._draws = state["generation"], state["checked"], state["draws"]
+        if self.generation:
+            for unit, ranges in zip(self._units(), state["ranges"], strict=True):
+                unit.double.take_ranges(ranges)
+                unit.forward = unit.double.convert()
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Each layer's name, engine, and what is quantised how and why other parts are not."""
@@ -227,6 +261,7 @@ class ReferenceModel(ModelTwin):
         plan = self._plans[unit.layer]
         plan.units.remove(unit)
         plan.reasons.append(reason.strip().partition("\n")[0])
+        self._dropped.append((unit.layer, self._planned[unit.layer][0].index(unit), reason))
 
     def _drop_wrong_copies(self, content: object) -> None:
         """Compare traced copies with their originals, once: tracing may have frozen a decision of the code."""

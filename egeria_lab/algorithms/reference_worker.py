@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +180,34 @@ class ReferenceWorker:
         """
         return self._reference.describe()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot and the readings that are under way: plain values and tensors. Waits for the worker."""
+        self._bench.give(lambda: None).done.wait()  # it works in order: behind this nothing is left to do
+        readings = [
+            {"values": job.result, "generation": generation, "error": None if job.error is None else str(job.error)}
+            for job, generation in self._outstanding
+        ]
+        return {
+            "generation": self.generation,
+            "readings": readings,
+            "fit": self._snapshots.fit,
+            "reference": self._reference.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on against the very snapshot of `state_dict`, with its readings to be collected."""
+        self._outstanding.clear()
+        job = self._bench.give(lambda: self._snapshots.put_back(state["reference"], state["fit"]))
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        self.generation = state["generation"]
+        for reading in state["readings"]:
+            error = None if reading["error"] is None else LayerError(reading["error"])
+            done = Job(lambda: None, result=reading["values"], error=error)
+            done.done.set()
+            self._outstanding.append((done, reading["generation"]))
+
     def close(self) -> None:
         """End the thread behind its present piece of work; what is outstanding is dropped. Twice is once."""
         self._bench.close()
@@ -244,6 +272,16 @@ class _Snapshots:
             self._fit = True
         except BaseException as error:  # nobody collects a snapshot: the next reading brings it
             self._failure = error
+
+    @property
+    def fit(self) -> bool:
+        """True when there is a snapshot to compare with."""
+        return self._fit
+
+    def put_back(self, state: Mapping[str, Any], fit: bool) -> None:
+        self._failure, self._fit = None, False
+        self._reference.load_state_dict(state)
+        self._fit = fit
 
     def current(self) -> ReferenceModel:
         failure, self._failure = self._failure, None

@@ -10,7 +10,7 @@ import copy
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,13 @@ class StandIn:
         """Forget old ranges; answers with the forward that observes new ones, or None if none are needed."""
         return None
 
+    def ranges(self) -> list[list[float]]:
+        """The ranges that were observed, as ``[lowest, highest]``; empty where none are needed."""
+        return []
+
+    def take_ranges(self, ranges: Sequence[Sequence[float]]) -> None:
+        """In place of `calibrating` and a run: the ranges that another run observed."""
+
     def convert(self) -> Forward:
         """The low-precision forward for the module's weights of this moment.
 
@@ -98,6 +105,15 @@ class StaticInt8(StandIn):
             observer.reset_min_max_vals()
         forward: Forward = self._prepared.forward
         return forward
+
+    def ranges(self) -> list[list[float]]:
+        return [[float(observer.min_val), float(observer.max_val)] for observer in self._observers]
+
+    def take_ranges(self, ranges: Sequence[Sequence[float]]) -> None:
+        self.calibrating()
+        for observer, (low, high) in zip(self._observers, ranges, strict=True):
+            observer.min_val.fill_(low)
+            observer.max_val.fill_(high)
 
     def convert(self) -> Forward:
         if any(not bool(torch.isfinite(o.max_val - o.min_val).all()) for o in self._observers):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from egeria_lab.config import derive_seed
 from egeria_lab.data.datasets import ArrayDataset
+from egeria_lab.data.epoch_order import Order, OwnOrder
+from egeria_lab.data.epoch_plans import EpochPlans
+from egeria_lab.data.loader_order import LoaderOrder
+from egeria_lab.data.private_generator import private_generator
 from egeria_lab.errors import DataError
 
 
@@ -62,7 +65,7 @@ class _Fetch:
 
     def __getitems__(self, place: tuple[int, list[int]]) -> Batch:
         position, ids = place
-        with _private_generator(derive_seed(self.seed, "samples", self.epoch, position)):
+        with private_generator(derive_seed(self.seed, "samples", self.epoch, position)):
             together = getattr(self.dataset, "__getitems__", None)
             samples = together(ids) if together is not None else [self.dataset[i] for i in ids]
             return Batch(torch.tensor(ids, dtype=torch.int64), self.collate(samples))
@@ -120,13 +123,41 @@ class BatchSource:
                 f"batch_size={self.batch_size} is larger than the {role} set ({self.num_samples} samples); "
                 f"give a batch_size of at most {self.num_samples}."
             )
-        self._newest_plan: tuple[int, list[Tensor]] | None = None
-        self.steps_per_epoch = len(self._plan(0))
-        """Batches in one epoch."""
+        order: Order = (
+            OwnOrder(self.num_samples, self.batch_size, seed, shuffle)
+            if self.loader is None
+            else LoaderOrder(self.loader, self.num_samples, seed, role)
+        )
+        self.plans = EpochPlans(order, self.num_samples, seed, role)
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"the {role} loader yields no batch in an epoch; check its sampler, batch_size and drop_last."
             )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch that is not amended, from the newest kept set."""
+        return self.plans.steps_per_epoch
+
+    def keep(self, ids: Tensor | None, *, after: int = -1) -> None:
+        """Train on these samples only, from the epoch after `after` on; see `EpochPlans.keep`."""
+        self.plans.keep(ids, after=after)
+
+    def amend(self, number: int, position: int, *, without: Tensor | None = None, adding: Tensor | None = None) -> int:
+        """Plan what is left of an epoch anew and return its number of batches; see `EpochPlans.amend`."""
+        return self.plans.amend(number, position, without=without, adding=adding)
+
+    def steps_in(self, number: int) -> int:
+        """Batches in the plan of one epoch, as it is now."""
+        return len(self.plans[number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kept sets and plans; see `EpochPlans.state_dict`."""
+        return self.plans.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly from a saved state; the data must be the same."""
+        self.plans.load_state_dict(state)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from position `start` on.
@@ -134,23 +165,28 @@ class BatchSource:
         Raises:
             DataError: when a loader's own sampler yields fewer batches than in the first epoch.
         """
-        for batch in self._batches(number, start):
-            if self.augment is not None:
-                batch.views = self.augment.view_of(number, batch.ids)
-            yield batch
+        position = start
+        while position < len(self.plans.complete(number)):
+            changes = self.plans.changes
+            with closing(self._batches(number, position)) as batches:
+                for batch in batches:
+                    if self.augment is not None:
+                        batch.views = self.augment.view_of(number, batch.ids)
+                    yield batch
+                    position += 1
+                    if changes != self.plans.changes:
+                        break  # amended: what was read ahead is dropped, with the workers that read it
 
     def coming(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids and views of the batches of one epoch from position `start` on, without their content."""
-        for ids in self._plan(number)[start:]:
+        position = start
+        while position < len(self.plans[number]):
+            ids = self.plans[number][position]
             yield ids, self.augment.view_of(number, ids) if self.augment is not None else torch.zeros_like(ids)
+            position += 1
 
-    def _batches(self, number: int, start: int) -> Iterator[Batch]:
-        plan = self._plan(number)
-        if len(plan) < self.steps_per_epoch:
-            raise DataError(
-                f"the {self.role} loader yields {len(plan)} batches in epoch {number} and yielded "
-                f"{self.steps_per_epoch} in the first; give a sampler with as many each epoch."
-            )
+    def _batches(self, number: int, start: int) -> Generator[Batch, None, None]:
+        plan = self.plans[number]
         if isinstance(self.dataset, ArrayDataset) and self.loader is None:
             for ids in plan[start:]:
                 yield Batch(ids, self.dataset.gather(ids))
@@ -161,7 +197,7 @@ class BatchSource:
             for place in places:
                 yield fetch.__getitems__(place)
             return
-        with _private_generator(derive_seed(self.seed, "workers", number)):
+        with private_generator(derive_seed(self.seed, "workers", number)):
             batches = iter(self._worker_loader(fetch, places))
         yield from batches
 
@@ -171,36 +207,6 @@ class BatchSource:
         if isinstance(self.dataset, ArrayDataset) and self.loader is None:
             return Batch(ids, self.dataset.gather(ids))
         return _Fetch(self.dataset, self._collate(), self.seed, -1).__getitems__((0, ids.tolist()))
-
-    def _plan(self, number: int) -> list[Tensor]:
-        """The ids of every batch of one epoch; asked again in the same epoch, the answer is the same."""
-        if self._newest_plan is None or self._newest_plan[0] != number:
-            plan = self._own_plan(number) if self.loader is None else self._loader_plan(number)
-            self._newest_plan = (number, plan)
-        return self._newest_plan[1]
-
-    def _own_plan(self, number: int) -> list[Tensor]:
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", number))
-            order = torch.randperm(self.num_samples, generator=generator)
-        else:
-            order = torch.arange(self.num_samples)
-        chunks = list(torch.split(order, self.batch_size))
-        if self.shuffle and self.batch_size > 1 and len(chunks) > 1 and len(chunks[-1]) == 1:
-            chunks[-2:] = [torch.cat(chunks[-2:])]  # batch norm cannot train on a single sample
-        return chunks
-
-    def _loader_plan(self, number: int) -> list[Tensor]:
-        """The user's own sampler decides; what it draws is a function of seed and epoch."""
-        assert self.loader is not None
-        batch_sampler: Any = self.loader.batch_sampler
-        samplers = [self.loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(number)
-        own = [getattr(sampler, "generator", None) for sampler in samplers]
-        with _private_generator(derive_seed(self.seed, "order", number), own):
-            return [torch.as_tensor(list(ids), dtype=torch.int64) for ids in batch_sampler]
 
     def _loader_batch_size(self) -> int:
         assert self.loader is not None
@@ -228,33 +234,6 @@ class BatchSource:
             multiprocessing_context=self.loader.multiprocessing_context,
             timeout=self.loader.timeout,
         )
-
-
-class _private_generator:  # noqa: N801 - used like a function
-    """Seed the global generators (torch, NumPy, random) for a block and give them back untouched.
-
-    Generators in `own` (of a sampler) are treated alike.
-    """
-
-    def __init__(self, seed: int, own: Sequence[Any] = ()) -> None:
-        self._seed = seed
-        distinct = {id(generator): generator for generator in own if isinstance(generator, torch.Generator)}
-        # torch.manual_seed would seed every accelerator's generator as well.
-        self._generators = [torch.default_generator, *distinct.values()]
-
-    def __enter__(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
-        self._others = random.getstate(), np.random.get_state()
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
-
-    def __exit__(self, *error: Any) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._others[0])
-        np.random.set_state(self._others[1])
 
 
 def _check_dataset(dataset: Any, role: str) -> None:

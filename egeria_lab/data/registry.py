@@ -1,7 +1,7 @@
 """The data sets that come by name: none needs the network, and none touches the global generators.
 
 Images are float32, shape (channels, height, width), normalised by fixed constants that stand beside each set;
-labels are int64.
+labels and tokens are int64.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from egeria_lab.data.blue_marble import blue_marble
 from egeria_lab.data.datasets import Data
 from egeria_lab.data.digits import digits
 from egeria_lab.data.fashion import fashion, fashion_mini
+from egeria_lab.data.pronounce import pronounce
+from egeria_lab.data.python_docs import python_docs
 from egeria_lab.data.synthetic import synthetic
 from egeria_lab.errors import unknown_name
 
@@ -21,6 +24,9 @@ _LOADERS: dict[str, Callable[..., Data]] = {
     "digits": digits,
     "synthetic": synthetic,
     "fashion": fashion,
+    "blue-marble": blue_marble,
+    "python-docs": python_docs,
+    "pronounce": pronounce,
 }
 
 
@@ -29,7 +35,7 @@ def names() -> tuple[str, ...]:
 
     Example:
         >>> names()
-        ('fashion-mini', 'digits', 'synthetic', 'fashion')
+        ('fashion-mini', 'digits', 'synthetic', 'fashion', 'blue-marble', 'python-docs', 'pronounce')
     """
     return tuple(_LOADERS)
 
@@ -50,12 +56,14 @@ def load(name: str, **options: Any) -> Data:
     Args:
         name: one of `names()`.
         **options: ``fashion`` takes `folder`; ``synthetic`` takes `num_samples`, `num_valid`, `shape`,
-            `num_classes`, `noise` and `seed`; the other sets take none.
+            `num_classes`, `noise` and `seed`; ``python-docs`` takes `length`; ``pronounce`` takes `form`,
+            `num_pairs` and `seed`; the other sets take none.
 
     Raises:
         UnknownNameError: for an unknown data set or option.
         InvalidSettingError: for an option out of range.
         DataError: when files are missing or damaged.
+        MissingPackageError: when an optional package is missing; the message has the command that installs it.
 
     Example:
         >>> data = load("synthetic", num_samples=8, num_valid=4, shape=(3, 8, 8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from egeria_lab.errors import InvalidSettingError, TrainingError, require
 
@@ -39,6 +41,18 @@ class Budget:
         limit = os.environ.get(STEP_LIMIT, "")
         if limit.isdigit():
             self.total_steps = min(self.total_steps, int(limit))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, as plain values."""
+        return {
+            "steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps, "decided": self.decided,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a plan."""
+        self.steps_per_epoch, self.total_steps = state["steps_per_epoch"], state["total_steps"]
+        self.decided = state["decided"]
+        self._clip()
 
     def check_left(self, done: int) -> None:
         """Raise when no step is left.

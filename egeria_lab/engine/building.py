@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -12,11 +13,16 @@ from egeria_lab import models
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
+from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
+from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sparsity_settings import SparsitySettings
 from egeria_lab.config import derive_seed
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data
 from egeria_lab.data.replay_check import is_replayable
 from egeria_lab.errors import DataError, InvalidSettingError, LayerError, require, unknown_name
+
+SPARSITIES = (MEST, SET, RigL, StaticSparsity)
 
 
 def check_arguments(
@@ -27,6 +33,8 @@ def check_arguments(
     cache: Any = None,
     augment: Any = None,
     layers: Any = None,
+    sieve: Any = None,
+    sparsity: Any = None,
 ) -> None:
     """Raise for arguments of `Session` that are out of range, before anything is built.
 
@@ -44,11 +52,35 @@ def check_arguments(
     require(is_list, "Session", "layers", layers, "a list of submodule names, front to back, or None")
     is_cache = cache is None or isinstance(cache, ActivationCache)
     require(is_cache, "Session", "cache", cache, "lab.ActivationCache(…) or None")
+    is_sieve = sieve is None or isinstance(sieve, (CirculantSieve, RandomSieve, OneShotSieve, LossSieve))
+    known_sieves = "lab.CirculantSieve(…), lab.RandomSieve(…), lab.OneShotSieve(…), lab.LossSieve(…) or None"
+    require(is_sieve, "Session", "sieve", sieve, known_sieves)
+    is_sparsity = sparsity is None or (isinstance(sparsity, SparsitySettings) and type(sparsity) in SPARSITIES)
+    known_methods = "lab.MEST(…), lab.SET(…), lab.RigL(…), lab.StaticSparsity(…) or None"
+    require(is_sparsity, "Session", "sparsity", sparsity, known_methods)
     if augment is not None and not hasattr(augment, "view_of"):
         _, reason = is_replayable(augment)
         raise InvalidSettingError(
             f"augment must be lab.Augment(…) or lab.Replayable(…), got {augment!r}. {reason}".strip()
         )
+
+
+def checked_sample_ids(call: str, sample_ids: Any) -> tuple[int, ...]:
+    """Sample ids as plain whole numbers; whether they exist is checked where they land.
+
+    Raises:
+        DataError: when they are no list of whole numbers.
+    """
+    given = sample_ids.tolist() if hasattr(sample_ids, "tolist") else sample_ids
+    given = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise DataError(f"Session.{call} takes a list of sample ids (whole numbers), got {sample_ids!r}.")
+    ids = list(given)
+    wrong = next((i for i in ids if not isinstance(i, int) or isinstance(i, bool)), None)
+    if wrong is not None or not ids:
+        what = "none" if not ids else repr(wrong)
+        raise DataError(f"Session.{call} takes a list of sample ids (whole numbers, at least one), got {what}.")
+    return tuple(ids)
 
 
 def load_data(data: Any) -> tuple[Data, Any, Any]:

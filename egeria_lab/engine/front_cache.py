@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -114,6 +115,17 @@ class FrontCache:
         """Forget every row: something in front of the cut is no longer what it was."""
         self._versions = ()
         self._forward.invalidate(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals. Rows are not kept: they are made again, bit for bit where the cache is exact."""
+        return asdict(self.statistics)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; every row is forgotten, because the weights are others now."""
+        self.invalidate("training goes on from another state")
+        for name, value in state.items():
+            if name not in ("rows", "num_bytes") and hasattr(self.statistics, name):
+                setattr(self.statistics, name, value)
 
     def close(self) -> None:
         """End the reading thread and remove the files."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from egeria_lab.algorithms.layers import LayerModule, LayerModules
 from egeria_lab.errors import unknown_name
@@ -85,6 +86,23 @@ class LayerBoard:
     def prefix_length(self) -> int:
         """How many layers from the front are frozen without a gap."""
         return next((i for i, row in enumerate(self._rows.values()) if not row.frozen), len(self._rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every layer, as plain values."""
+        return {
+            row.name: {
+                "frozen": row.frozen, "pinned": row.pinned, "since_step": row.since_step,
+                "reason": row.reason, "by": row.by,
+            }
+            for row in self
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of every layer."""
+        for row in self:
+            kept = state[row.name]
+            row.frozen, row.pinned = kept["frozen"], kept["pinned"]
+            row.set(kept["since_step"], kept["reason"], kept["by"])
 
     def __getitem__(self, name: str | int) -> LayerRow:
         if isinstance(name, int):

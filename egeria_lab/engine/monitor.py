@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class PlasticityMonitor:
         self._asked: deque[int] = deque()  # steps of the readings that are under way
         self.waited_seconds = 0.0
         self._told = False
+        self._earlier_seconds = 0.0
         self.reader = make_reader(
             trainer.model,
             layers,
@@ -155,6 +157,49 @@ class PlasticityMonitor:
     def explain(self, layer: str, board: LayerBoard) -> str:
         """What an active layer still lacks, in one clause with the numbers."""
         return explain_plasticity(layer, board, self.policy, self.latest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the next readings and freezes: plain values and tensors. Waits for the worker."""
+        return {
+            "policy": self.policy.state_dict(),
+            "guard": self._guard.state_dict(),
+            "latest": {name: asdict(reading) for name, reading in self.latest.items()},
+            "readings_since_refresh": self._readings_since_refresh,
+            "readings": self._readings,
+            "refresh_reason": self._refresh_reason,
+            "asked": list(self._asked),
+            "told": self._told,
+            "seconds": self.seconds,
+            "waited_seconds": self.waited_seconds,
+            "worker_seconds": self.worker_seconds,
+            "format": self._format,
+            "reader": self.reader.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; where readings are made in another format, a new snapshot comes first."""
+        self.policy.load_state_dict(state["policy"])
+        self._guard.load_state_dict(state["guard"])
+        self.latest = {name: Reading(**reading) for name, reading in state["latest"].items()}
+        self._readings_since_refresh, self._readings = state["readings_since_refresh"], state["readings"]
+        self._refresh_reason, self._told = state["refresh_reason"], state["told"]
+        self._asked = deque(state["asked"])
+        self.seconds, self.waited_seconds = state["seconds"], state["waited_seconds"]
+        self._earlier_seconds = state["worker_seconds"] - self.reader.seconds
+        if list(state["format"]) == self._format:
+            self.reader.load_state_dict(state["reader"])
+            return
+        self._asked.clear()
+        self._refresh_reason = f"readings were made with {state['format'][1]} before, and are with {self._format[1]}"
+
+    @property
+    def worker_seconds(self) -> float:
+        """Processor time spent beside the training thread, also before a checkpoint."""
+        return self.reader.seconds + self._earlier_seconds
+
+    @property
+    def _format(self) -> list[str]:
+        return [type(self.reader).__name__, self.reader.engine]
 
     def close(self) -> None:
         """End the worker; a reading that is under way is dropped."""

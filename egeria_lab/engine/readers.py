@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -46,6 +46,12 @@ class Reader(Protocol):
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Each layer's name, numeric format and note."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot and the readings that are under way; waits for them."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on against the very snapshot of `state_dict`."""
 
     def close(self) -> None:
         """End threads."""
@@ -117,6 +123,16 @@ class SynchronousReader:
     def collect(self, timeout: float | None = None) -> tuple[dict[str, float], int, float] | None:
         """The oldest reading, without waiting."""
         return self._done.pop(0) if self._done else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshot and the reading that was made."""
+        readings = [{"values": values, "generation": generation} for values, generation, _ in self._done]
+        return {"readings": readings, "reference": self._reference.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on against the very snapshot of `state_dict`."""
+        self._done = [(reading["values"], reading["generation"], 0.0) for reading in state["readings"]]
+        self._reference.load_state_dict(state["reference"])
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Every layer is compared in float32."""

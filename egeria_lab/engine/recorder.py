@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -19,6 +20,9 @@ from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.ledger import Ledger, LedgerLayer
 from egeria_lab.data.loaders import Batch
 from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.sieving import SessionSieve
+from egeria_lab.engine.sparsifying import Sparsifier
+from egeria_lab.engine.technique_costs import TechniqueCosts
 from egeria_lab.engine.trainer import StepResult, Trainer
 from egeria_lab.events import EpochFinished
 from egeria_lab.history import History
@@ -56,10 +60,21 @@ class Recorder:
         board: their states.
         history: where rows go.
         example: a small batch for counting FLOPs.
+        batch_size: samples a step.
+
+    Attributes:
+        sieve, sparse: what else saves work, set when it is there.
+        counts_as_papers: the ledger also shows memory as the papers count it.
     """
 
     def __init__(
-        self, trainer: Trainer, layers: LayerModules, board: LayerBoard, history: History, example: Batch
+        self,
+        trainer: Trainer,
+        layers: LayerModules,
+        board: LayerBoard,
+        history: History,
+        example: Batch,
+        batch_size: int = 64,
     ) -> None:
         self.trainer = trainer
         self.layers = layers
@@ -68,6 +83,7 @@ class Recorder:
         self.example = example
         self.book = CostBook()
         self.frozen_steps = dict.fromkeys(board.names, 0)
+        self.cached_steps = dict.fromkeys(board.names, 0.0)
         self.counting_seconds = 0.0
         self._flops: dict[tuple[str, ...], StepFlops] = {}
         self._measured: dict[tuple[str, ...], int] = {}
@@ -77,7 +93,10 @@ class Recorder:
         self._epoch = EpochTotals()
         self._samples = 0
         self._elapsed = 0.0
-        self.flops(())
+        self.sieve: SessionSieve | None = None
+        self.sparse: Sparsifier | None = None
+        self.counts_as_papers = False
+        self.techniques = TechniqueCosts(self.flops(()), trainer.model, layers, batch_size)
 
     def flops(self, frozen: Sequence[str]) -> StepFlops:
         """FLOPs per sample under a frozen set, counted once for each set that occurs.
@@ -153,8 +172,10 @@ class Recorder:
         (book.frozen_step_seconds if frozen else book.full_step_seconds).append(result.seconds)
         book.saved_bytes = self._measured.get(frozen)
         book.full_saved_bytes = self._measured.get(())
-        for name in frozen:
-            self.frozen_steps[name] += 1
+        self._count_techniques(len(batch), frozen, shares)
+        for name, share in zip(self.board.names, shares, strict=True):
+            self.frozen_steps[name] += name in frozen
+            self.cached_steps[name] += max(0.0, 1 - share) if name in frozen else 0.0
         self._samples += len(batch)
         self._elapsed += result.seconds + monitor_seconds
         self.history.steps.append(
@@ -173,6 +194,13 @@ class Recorder:
         self._epoch.add(record, len(batch))
         return record
 
+    def _count_techniques(self, samples: int, frozen: Sequence[str], shares: Sequence[float]) -> None:
+        sparse = self.sparse
+        self.techniques.count(
+            samples, frozen=frozen, shares=shares, sieved=self.sieve.sieved_share if self.sieve is not None else 0.0,
+            version=sparse.version if sparse is not None else 0, sparse=None if sparse is None else sparse.costs,
+        )  # fmt: skip
+
     def finish_epoch(self, number: int, step: int, valid_loss: float, valid_accuracy: float | None) -> EpochFinished:
         """Write down one finished epoch and answer with its event."""
         totals, self._epoch = self._epoch, EpochTotals()
@@ -190,10 +218,12 @@ class Recorder:
     def ledger(self) -> Ledger:
         """The savings ledger as of now."""
         flops = self._flops[()]  # counted when this was built: a view's thread may not run the model
+        densities = {} if self.sparse is None else self.sparse.layer_densities(flops)
         rows = tuple(
             LedgerLayer(
                 name=row.name, parameters=row.num_parameters, forward_flops=forward, backward_flops=backward,
-                state=row.state, frozen_steps=self.frozen_steps[row.name],
+                state=row.state, frozen_steps=self.frozen_steps[row.name], cached_steps=self.cached_steps[row.name],
+                density=densities.get(row.name),
             )
             for row, forward, backward in zip(self.board, flops.forward, flops.backward, strict=True)
         )  # fmt: skip
@@ -203,7 +233,48 @@ class Recorder:
             # The first trained layer still needs its input, the output of the frozen front.
             boundary = self._boundary_bytes[prefix - 1] if prefix else 0
             predicted = float(sum(self._full_saved_by_layer[prefix:]) + boundary)
-        return Ledger(book=self.book, layers=rows, predicted_saved_bytes=predicted)
+        run, memory = self.techniques.totals()
+        sieve = None if self.sieve is None else self.sieve.figures()
+        return Ledger(
+            book=self.book, layers=rows, predicted_saved_bytes=predicted, floor=self.techniques.floor, sieve=sieve,
+            run=run if sieve is not None or self.sparse is not None else None,
+            sparsity=None if self.sparse is None else self.sparse.figures(flops),
+            paper_memory=memory if self.counts_as_papers else None,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running totals: plain values and arrays. FLOPs are counted again where they are asked for."""
+        book = {field.name: getattr(self.book, field.name) for field in fields(self.book)}
+        return {
+            "book": {k: np.array(v, dtype=np.float64) if isinstance(v, list) else v for k, v in book.items()},
+            "frozen_steps": dict(self.frozen_steps),
+            "cached_steps": dict(self.cached_steps),
+            "techniques": self.techniques.state_dict(),
+            "counting_seconds": self.counting_seconds,
+            "measured": [[list(frozen), size] for frozen, size in self._measured.items()],
+            "full_saved_by_layer": list(self._full_saved_by_layer),
+            "boundary_bytes": list(self._boundary_bytes),
+            "newest_set": None if self._newest_set is None else list(self._newest_set),
+            "epoch": asdict(self._epoch),
+            "samples": self._samples,
+            "elapsed": self._elapsed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from `state_dict`."""
+        for name, value in state["book"].items():
+            if hasattr(self.book, name):
+                setattr(self.book, name, value.tolist() if isinstance(value, np.ndarray) else value)
+        self.frozen_steps = {name: state["frozen_steps"][name] for name in self.board.names}
+        self.cached_steps = {name: state["cached_steps"][name] for name in self.board.names}
+        self.techniques.load_state_dict(state["techniques"])
+        self.counting_seconds = state["counting_seconds"]
+        self._measured = {tuple(frozen): size for frozen, size in state["measured"]}
+        self._full_saved_by_layer = list(state["full_saved_by_layer"])
+        self._boundary_bytes = list(state["boundary_bytes"])
+        self._newest_set = None if state["newest_set"] is None else tuple(state["newest_set"])
+        self._epoch = EpochTotals(**state["epoch"])
+        self._samples, self._elapsed = state["samples"], state["elapsed"]
 
     def _append_rates(self, step: int) -> None:
         """The learning rate of each trained layer; a frozen one has none. Events tell the reason of each jump."""

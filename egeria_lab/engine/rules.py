@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
-from egeria_lab.algorithms.freeze_schedule import NEVER, Schedule, SchedulePolicy
+from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm, GradientNormPolicy
 from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.schedule_policy import SchedulePolicy
+from egeria_lab.algorithms.schedule_solver import Density
 from egeria_lab.data.loaders import Batch
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.layer_board import LayerBoard
@@ -47,15 +51,24 @@ class Rule(Protocol):
     def explain(self, layer: str, board: LayerBoard) -> str:
         """What an active layer still lacks, in one clause with the numbers."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what the rule does next: plain values and tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another rule of the same kind and layers was."""
+
     def close(self) -> None:
         """End threads and give up files, if there are any."""
 
 
 class ScheduleRule:
-    """Freezes layers at their scheduled fractions of training.
+    """Freezes and thaws layers at their scheduled fractions of training.
+
+    A longer plan (`Session.extend`) solves nothing again: what is to come moves to the same fraction of the new
+    length, and what has frozen stays frozen.
 
     Args:
-        policy: when each layer freezes.
+        policy: when each layer freezes and thaws.
         budget: tells the progress, also after the plan was lengthened.
         own_rates: each layer has a cosine of its own that ends at its freeze.
     """
@@ -66,9 +79,10 @@ class ScheduleRule:
         self.own_rates = own_rates
 
     def after_step(self, batch: Batch, *, step: int, board: LayerBoard, **_facts: object) -> list[Decision]:
-        """What the schedule freezes at this step."""
+        """What the schedule freezes and thaws at this step; what somebody froze by hand it leaves frozen."""
         progress = step / self.budget.total_steps
-        return self.policy.due(progress, frozen=board.frozen, pinned=board.pinned)
+        by_hand = tuple(row.name for row in board if row.frozen and row.by != "rule")
+        return self.policy.due(progress, frozen=board.frozen, pinned=board.pinned, by_hand=by_hand)
 
     def after_evaluation(self, accuracy: float | None, board: LayerBoard) -> list[Decision]:
         """A schedule looks at progress only."""
@@ -82,11 +96,23 @@ class ScheduleRule:
 
     def explain(self, layer: str, board: LayerBoard) -> str:
         """When the layer is scheduled to freeze."""
-        time = self.policy.times[layer]
-        if time == NEVER or time >= 1:
+        if not self.policy.stints[layer]:
             return "the schedule never freezes it"
-        step = round(time * self.budget.total_steps)
+        if self.policy.is_waiting(layer):
+            return "its time to freeze has come, but it may not"
+        time = self.policy.next_freeze(layer)
+        if time is None:
+            return "the schedule does not freeze it again"
+        step = math.ceil(time * self.budget.total_steps - 1e-9)
         return f"scheduled to freeze at step {step} ({time:.1%} of training)"
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the schedule has been followed, as plain values."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another rule of the same layers was."""
+        self.policy.load_state_dict(state)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -127,6 +153,14 @@ class GradientNormRule:
             return f"its gradient norm is compared after 2 intervals of {interval} steps"
         return f"its gradient norm changed by {change:.1%} over the last interval"
 
+    def state_dict(self) -> dict[str, Any]:
+        """Sums and norms so far: plain values and tensors."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another rule of the same layers was."""
+        self.policy.load_state_dict(state)
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -140,6 +174,7 @@ def make_rule(
     events: EventLog,
     budget: Budget,
     deterministic: bool = False,
+    density_at: Density | None = None,
 ) -> Rule | None:
     """The rule that some settings ask for, or None to freeze by hand only.
 
@@ -159,21 +194,41 @@ def make_rule(
         gate = None if deterministic else policy.settings.load_gate
         return PlasticityMonitor(recorder.trainer, layers, policy, recorder.history, events, load_gate=gate)
     if isinstance(settings, Schedule):
-        solved = schedule_policy(settings, layers, recorder.flops(()), budget)
+        solved = schedule_policy(settings, layers, recorder.flops, budget, density_at)
         return ScheduleRule(solved, budget, own_rates=settings.has_own_rates)
     if isinstance(settings, GradientNorm):
         return GradientNormRule(gradient_norm_policy(settings, layers))
     return None
 
 
-def schedule_policy(settings: Schedule, layers: LayerModules, flops: StepFlops, budget: Budget) -> SchedulePolicy:
-    """Solve a freezing schedule for a model.
+def schedule_policy(
+    settings: Schedule,
+    layers: LayerModules,
+    flops_of: Callable[[Sequence[str]], StepFlops],
+    budget: Budget,
+    density_at: Density | None = None,
+) -> SchedulePolicy:
+    """Solve a freezing schedule for a model, from the FLOPs counted with each prefix of its blocks frozen.
+
+    Args:
+        settings: what is wanted.
+        layers: the layer modules.
+        flops_of: counts the FLOPs of a step with some layers frozen, such as `Recorder.flops`.
+        budget: planned length of the training.
+        density_at: density of each layer at a progress in [0, 1], or one for all; None for dense layers.
 
     Raises:
         InvalidSettingError: when its saving target cannot be met.
     """
-    epochs = budget.total_steps / budget.steps_per_epoch
-    return SchedulePolicy(settings.freeze_times(layers.names, flops.forward, epochs, budget.steps_per_epoch))
+    blocks = settings.blocks(layers.names, flops_of(()).forward)
+    costs = []
+    for count in range(settings.most_frozen(len(blocks)) + 1 if settings.is_solved else 0):
+        flops = flops_of([name for block in blocks[:count] for name in block])
+        costs.append([forward + backward for forward, backward in zip(flops.forward, flops.backward, strict=True)])
+    plan = settings.plan(
+        blocks, costs, total_steps=budget.total_steps, steps_per_epoch=budget.steps_per_epoch, density_at=density_at
+    )
+    return SchedulePolicy(plan.stints)
 
 
 def gradient_norm_policy(settings: GradientNorm, layers: LayerModules) -> GradientNormPolicy:

@@ -6,7 +6,8 @@ Because they count in fractions, a longer budget or fewer steps an epoch re-plan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -224,6 +225,20 @@ class Schedule:
                     scaled = [rate * factor for rate in rates] if isinstance(rates, list) else rates * factor
                     setattr(scheduler, name, scaled)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the scheduler stands, as plain values; functions of the user stay out. Rates lie in the optimizer."""
+        kind = None if self.scheduler is None else type(self.scheduler).__name__
+        return {"kind": kind, "scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on from there; False, and nothing is changed, when the state is that of another kind of scheduler."""
+        kind = None if self.scheduler is None else type(self.scheduler).__name__
+        if state["kind"] != kind:
+            return False
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(_fitting(state["scheduler"], self.scheduler.state_dict()))
+        return True
+
     def _move(self, valid_loss: float | None) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(valid_loss if valid_loss is not None else 0.0)
@@ -231,6 +246,20 @@ class Schedule:
             return
         elif self.scheduler is not None:
             self.scheduler.step()
+
+
+def _fitting(state: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a scheduler's state is named as its own; parts in parts, and counters as counters."""
+    fit: dict[str, Any] = {}
+    for name, value in state.items():
+        if name not in now:
+            continue
+        if name == "_schedulers":
+            value = [_fitting(part, its) for part, its in zip(value, now[name], strict=True)]
+        elif isinstance(now[name], Counter):
+            value = Counter(value)
+        fit[name] = value
+    return fit
 
 
 def _with_parts(scheduler: LRScheduler | None) -> list[LRScheduler]:

@@ -56,7 +56,8 @@ class Steering:
         self.schedule = schedule
         self.events = events
         self.rule = rule
-        self.on_thaw: Callable[[str], None] | None = None
+        self.on_freezing: list[Callable[[str, int], None]] = []
+        self.on_thawed: list[Callable[[str], None]] = []
         self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
             c.FreezeLayer: self._freeze,
             c.ThawLayer: self._thaw,
@@ -114,6 +115,9 @@ class Steering:
         self.freezer.close()
 
     def _do_freeze(self, layer: str, step: int, by: str, reason: str) -> None:
+        self.freezer.check(layer)
+        for tell in self.on_freezing:
+            tell(layer, step)
         self.freezer.freeze(layer)
         row = self.board[layer]
         row.frozen = True
@@ -126,8 +130,8 @@ class Steering:
         row.frozen = False
         row.set(step, reason, by)
         self._tell_rule(f"{layer} was thawed", thawed=True)
-        if self.on_thaw is not None:
-            self.on_thaw(f"{layer} was thawed")
+        for tell in self.on_thawed:
+            tell(layer)
 
     def _tell_rule(self, reason: str, *, thawed: bool) -> None:
         if self.rule is not None:

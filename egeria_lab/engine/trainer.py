@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource, Views
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy
+from egeria_lab.engine.signals import SampleSignals, sample_signals
 from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -41,6 +42,7 @@ class StepResult:
         seconds: time of the step.
         outputs: the model's outputs, detached.
         new_graphs: graphs that `torch.compile` built during the step; 0 for a model that is not compiled.
+        signals: what each sample tells a sieve, where one asked for it.
     """
 
     loss: float
@@ -48,6 +50,17 @@ class StepResult:
     seconds: float
     outputs: Any
     new_graphs: int = 0
+    signals: SampleSignals | None = None
+
+
+class UpdateHooks(Protocol):
+    """Whoever has to look at every update from inside, as masks of sparse weights do."""
+
+    def after_backward(self) -> None:
+        """Gradients are complete and unscaled; clipping and the optimizer come next."""
+
+    def after_step(self) -> None:
+        """The optimizer has moved the weights."""
 
 
 class Trainer:
@@ -104,11 +117,31 @@ class Trainer:
         self.augment = augment
         self.deterministic = deterministic
         self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
+        self.update_hooks: UpdateHooks | None = None
+        self.sample_weights: Callable[[Tensor], Tensor | None] | None = None
+        self.wants_signals = False
         self.layers = LayerModules([])
         self._checked: tuple[str, ...] = ()
         # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
         self._kept_in_eval = [m for m in self.model.modules() if not m.training] if self.model.training else []
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the trainer remembers between steps, as plain values."""
+        modules = {module: name for name, module in self.model.named_modules()}
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "checked": list(self._checked),
+            "kept_in_eval": [modules[module] for module in self._kept_in_eval if module in modules],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        modules = dict(self.model.named_modules())
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self._checked = tuple(state["checked"])
+        self._kept_in_eval = [modules[name] for name in state["kept_in_eval"]]
 
     def to_device(self, content: Any) -> Any:
         """Every tensor of a (nested) batch on the training device."""
@@ -166,14 +199,27 @@ class Trainer:
             with self.autocast(), around_forward:
                 outputs, targets = self._run_to_train(batch, content)
                 losses = self.checked_loss(outputs, targets, batch)
-            loss = losses.mean()
-            value = loss.item()
+            loss = self._weighted(losses, batch).mean()
+            value = losses.detach().mean().item()
             if value != value or abs(value) == float("inf"):
                 raise TrainingError(self._not_finite(value, number))
             self._update(loss)
         accuracy = accuracy_of(outputs, targets)
+        signals = sample_signals(outputs, targets, losses) if self.wants_signals else None
         seconds = time.perf_counter() - start
-        return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs)
+        return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs, signals)
+
+    def _weighted(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Losses of samples that stand for others which a sieve left out count for those too."""
+        weights = self.sample_weights(batch.ids) if self.sample_weights is not None else None
+        if weights is None:
+            return losses
+        if losses.dim() != 1:
+            raise InvalidSettingError(
+                "re-weighting needs one loss a sample, and the loss gives one number a batch; return it unreduced "
+                "(reduction='none'), or choose a sieve without weights."
+            )
+        return losses * weights.to(losses)
 
     @contextmanager
     def _buffers_kept_on_error(self) -> Iterator[None]:
@@ -225,9 +271,11 @@ class Trainer:
         scaled = self.scaler.scale(loss) if self.scaler is not None else loss
         scaled.backward()  # type: ignore[no-untyped-call]
         self._check_gradients()
+        if self.scaler is not None and (self.max_grad_norm is not None or self.update_hooks is not None):
+            self.scaler.unscale_(self.optimizer)
+        if self.update_hooks is not None:
+            self.update_hooks.after_backward()
         if self.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
             active = [p for p in self.model.parameters() if p.grad is not None]
             nn.utils.clip_grad_norm_(active, self.max_grad_norm)
         if self.scaler is not None:
@@ -235,6 +283,8 @@ class Trainer:
             self.scaler.update()
         else:
             self.optimizer.step()
+        if self.update_hooks is not None:
+            self.update_hooks.after_step()
 
     def _check_gradients(self) -> None:
         """On the first step of each set of active layers: every one of them must have got a gradient."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: a file format that cannot run anything, written so that a kill at any byte loses nothing."""

@@ -1,0 +1,109 @@
+"""How a session was asked for, as plain values: names and settings by value, own objects by their type only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from egeria_lab.algorithms import freeze_policy, freeze_schedule, gradient_norm, sieve_settings, sparsity
+from egeria_lab.data import augment, cache_settings
+from egeria_lab.errors import CheckpointError, EgeriaLabError
+
+NOT_KEPT = ("self", "run_dir", "save_every_steps", "save_every_minutes", "keep_checkpoints", "undo_bytes")
+"""Where a session is saved is decided when it is made or loaded, and by nothing that is read from a file."""
+
+
+def _settings_in(*modules: ModuleType) -> dict[str, type[Any]]:
+    return {
+        name: kind
+        for module in modules
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.__name__ and name[0] != "_"
+    }
+
+
+SETTINGS = _settings_in(
+    freeze_policy, freeze_schedule, gradient_norm, sieve_settings, sparsity, cache_settings, augment
+)
+"""The only classes that are ever made from what a checkpoint says: dataclasses that check themselves."""
+
+
+def described(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments of `Session` as plain data.
+
+    Example:
+        >>> described({"model": "mlp", "lr": 0.1, "loss": print})
+        {'model': {'value': 'mlp'}, 'lr': {'value': 0.1}, 'loss': {'own': 'print'}}
+    """
+    return {name: _described(value) for name, value in arguments.items() if name not in NOT_KEPT}
+
+
+def rebuilt(description: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments for `Session` from a description, and notes on what could not be taken over.
+
+    Args:
+        description: from `described`.
+        given: arguments that take the place of those that are described.
+
+    Raises:
+        CheckpointError: when an object of the user's own is missing, or a setting is none that can be.
+    """
+    arguments, notes = dict(given), []
+    for name, what in description.items():
+        if name in given:
+            continue
+        if "own" in what:
+            raise CheckpointError(
+                f"the checkpoint was made with {name}= of your own ({what['own']}), which is not saved: give it "
+                f"again, load(…, {name}=…)."
+            )
+        if "value" in what:
+            arguments[name] = what["value"]
+            continue
+        arguments[name], note = _made(name, what)
+        notes += note
+    return arguments, notes
+
+
+def _described(value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if isinstance(value, torch.device):
+        return {"value": str(value)}
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return {"value": list(value)}
+    if type(value).__name__ in SETTINGS and type(value) is SETTINGS[type(value).__name__]:
+        plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.init}
+        if all(_is_plain(item) for item in plain.values()):
+            return {"settings": type(value).__name__, "fields": plain}
+    return {"own": getattr(value, "__qualname__", type(value).__qualname__)}
+
+
+def _plain(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _made(name: str, what: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    kind, values, notes = SETTINGS.get(what.get("settings", "")), dict(what.get("fields", {})), []
+    if kind is None:
+        raise CheckpointError(
+            f"the checkpoint has settings {what.get('settings')!r} for {name}= that are none of ours."
+        )
+    if values.get("directory") is not None:
+        values["directory"] = None  # a path in a file may not decide where files are written
+        notes.append(f"Files of {name}= go to the place for temporary files; give {name}= again for another.")
+    try:
+        return kind(**values), notes
+    except (TypeError, EgeriaLabError) as error:
+        raise CheckpointError(f"the checkpoint's settings for {name}= cannot be used: {error}") from error

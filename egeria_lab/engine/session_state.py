@@ -1,0 +1,248 @@
+"""Everything of a session that decides its future, taken at a step boundary and put back there, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from egeria_lab.checkpoint.tree import Tree, copied, num_bytes
+from egeria_lab.engine.optimizer_state import load_optimizer_state, optimizer_state
+from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError
+
+
+class Stateful(Protocol):
+    """Whoever has something that a checkpoint must hold."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """All of it: plain values and tensors."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go on from there. The tensors are its own from now on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionState:
+    """A session at one step boundary.
+
+    Attributes:
+        step: finished steps.
+        tree: everything, see `egeria_lab.checkpoint.tree`; nobody else holds its tensors.
+    """
+
+    step: int
+    tree: Tree
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return num_bytes(self.tree)
+
+
+def capture(session: Any) -> SessionState:
+    """The state of a session as it stands; a plasticity reading that is under way is waited for.
+    It waits for the step under way; from inside a step it may not be called, see `check_between_steps`.
+    """
+    with session._lock:
+        tree = {
+            "step": session.steps_done,
+            "graphs": session._graphs,
+            "layers": session.layers.names,
+            "data": _facts(session),
+            "model": _model_state(session.model),
+            "optimizer": optimizer_state(session.model, session.optimizer),
+            "rule": None if session.rule is None else type(session.rule).__name__,
+            "parts": {name: part.state_dict() for name, part in parts_of(session).items()},
+        }
+        return SessionState(session.steps_done, copied(tree))
+
+
+def restore(session: Any, state: SessionState, *, keep_events: bool = False) -> list[str]:
+    """Put a session, this one or another of the same making, where it was.
+
+    Args:
+        session: the session; no step may be under way.
+        state: from `capture`; it is left as it is and can be put back again.
+        keep_events: leave the log of events alone.
+
+    Returns:
+        What is not as it was, in sentences.
+
+    Raises:
+        CheckpointError: when the state is that of another model or other data.
+    """
+    with session._lock:
+        try:
+            return _restore(session, copied(state.tree), keep_events)
+        except EgeriaLabError as error:
+            raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"the state does not fit this session ({type(error).__name__}: {error}).") from error
+
+
+def check_between_steps(session: Any, what: str) -> None:
+    """Raise when a step is under way on this thread: a subscriber may not save half a step.
+
+    Raises:
+        InvalidSettingError: when it is.
+    """
+    with session._lock:
+        if session._busy:
+            raise InvalidSettingError(
+                f"{what} works between two steps, not from inside one (from a subscriber, say): call it from outside, "
+                "from any thread; run_dir= saves by itself."
+            )
+
+
+def parts_of(session: Any) -> dict[str, Stateful]:
+    """Everybody in a session who has state, by name, in the order in which it is put back.
+
+    What is frozen comes first, then the weights (see `_restore`), then masks, then what is kept of the data, then
+    the place in it. A session may have more than those here: ``session.parts`` (name → part).
+    """
+    known: dict[str, Stateful | None] = {
+        "freezer": session._steering.freezer,
+        **getattr(session, "parts", {}),
+        "masks": session.sparse,
+        "sieve": session.sieve,
+        "budget": session.budget,
+        "source": session._train_source,
+        "passes": session._passes,
+        "trainer": session.trainer,
+        "schedule": session.schedule,
+        "board": session.layers,
+        "settings": session.settings_book,
+        "recorder": session.recorder,
+        "cache": session.cache,
+        "history": session.history,
+        "events": session.events,
+        "rule": session.rule,
+        "commands": session.command_log,
+    }
+    return {name: part for name, part in known.items() if part is not None}
+
+
+def check_fits(session: Any, tree: Mapping[str, Any]) -> None:
+    """Raise unless a state is one of this session's model and data.
+
+    Raises:
+        CheckpointError: with the first thing that differs.
+    """
+    now = {name: tuple(tensor.shape) for name, tensor in session.model.named_parameters()}
+    then = {name: tuple(tensor.shape) for name, tensor in tree["model"]["parameters"].items()}
+    for name in [*then, *now]:
+        if now.get(name) != then.get(name):
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} is {_shape(then.get(name))} there and "
+                f"{_shape(now.get(name))} here. Give a model built as it was."
+            )
+    if list(tree["layers"]) != session.layers.names:
+        raise CheckpointError(
+            f"the checkpoint was cut into the layers {', '.join(tree['layers'])}, and this model is cut into "
+            f"{', '.join(session.layers.names)}; give layers=[…] as they were."
+        )
+    for name, value in _facts(session).items():
+        if tree["data"][name] != value:
+            words = name.replace("_", " ")
+            raise CheckpointError(
+                f"the checkpoint was trained on data with {tree['data'][name]} {words}, and this has {value}: the "
+                "place in the data would mean nothing. Give the same data and batch_size."
+            )
+
+
+def _restore(session: Any, tree: dict[str, Any], keep_events: bool) -> list[str]:
+    check_fits(session, tree)
+    notes: list[str] = []
+    states = dict(tree["parts"])
+    parts = parts_of(session)
+    for name in ("events",) if keep_events else ():
+        parts.pop(name)
+        states.pop(name, None)
+    if tree["rule"] != (None if session.rule is None else type(session.rule).__name__):
+        notes.append("The freezing rule is another one than before: it begins anew.")
+        parts.pop("rule", None)
+        states.pop("rule", None)
+    if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
+        for parked in states["freezer"]["parked"]:
+            parked["state"] = {}
+    peak = session.schedule.peak_rate
+    for name, part in parts.items():
+        if name not in states:
+            notes.append(f"The checkpoint holds nothing of {name}: it begins anew.")
+        elif part.load_state_dict(states[name]) is False:
+            notes.append(f"The {name} is of another kind than before: it begins anew.")
+        if name == "freezer":  # what is frozen decides who is in the optimizer
+            _load_model(session.model, tree["model"])
+            notes += load_optimizer_state(session.model, session.optimizer, tree["optimizer"])
+    notes += [f"There is no {name} here: what it had saved is left out." for name in states if name not in parts]
+    if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
+        _keep_peak(session, peak)
+    _tie_settings(session)
+    session._steps_done, session._graphs = tree["step"], tree["graphs"]
+    return notes
+
+
+def _keep_peak(session: Any, peak: float) -> None:
+    """Another optimizer keeps its own peak rate; where the schedule stands is taken over."""
+    saved = session.schedule.peak_rate
+    if saved > 0 and peak != saved:
+        session.schedule.scale(peak / saved)
+    session.settings_book.learning_rate = peak
+
+
+def _tie_settings(session: Any) -> None:
+    """The policy reads the settings from the book."""
+    if session.policy is not None and session.settings_book.freeze is not None:
+        session.policy.settings = session.settings_book.freeze
+
+
+def _facts(session: Any) -> dict[str, int]:
+    source = session._train_source
+    return {"samples": source.num_samples, "samples_a_batch": source.batch_size}
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    extra = {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+    return {
+        "parameters": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+        "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "extra": extra,
+    }
+
+
+def _load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state["parameters"][name])
+            parameter.requires_grad_(state["trainable"][name])
+            parameter.grad = None
+        for name, value in state["buffers"].items():
+            _load_buffer(modules, name, value)
+    for name, value in state["extra"].items():
+        modules[name].set_extra_state(value)
+    for name, training in state["training"].items():
+        modules[name].training = training
+
+
+def _load_buffer(modules: Mapping[str, nn.Module], name: str, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    now = modules[path]._buffers.get(last)
+    if now is not None and now.shape == value.shape and now.dtype == value.dtype:
+        now.copy_(value)
+    else:  # it grew during training
+        device = next((p.device for p in modules[""].parameters()), value.device)
+        modules[path]._buffers[last] = value.to(device if now is None else now.device)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else f"of shape {shape}"

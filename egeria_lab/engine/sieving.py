@@ -1,0 +1,299 @@
+"""The sieve of one session: told about every step, followed by the sampler, written down in history and events.
+
+A session without a sieve has one too as soon as somebody discards a sample by hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from egeria_lab import commands as c
+from egeria_lab.algorithms.forgetting import Counts
+from egeria_lab.algorithms.ledger import SieveFigures
+from egeria_lab.algorithms.sieve import Sieve
+from egeria_lab.algorithms.sieve_export import write_kept
+from egeria_lab.algorithms.sieve_settings import LossSieve, ManualSieve, OneShotSieve, SieveSettings
+from egeria_lab.algorithms.sieve_update import SieveUpdate
+from egeria_lab.config import derive_seed
+from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.signals import SampleSignals
+from egeria_lab.errors import InvalidSettingError
+from egeria_lab.events import Event, EventLog, SamplesDiscarded, SamplesRestored, SamplesSieved
+from egeria_lab.history import History
+
+MOST_IDS_IN_AN_EVENT = 100_000
+"""An event names the samples that moved, up to so many; beyond, `session.sieve` still knows where each one is."""
+
+
+class SessionSieve:
+    """Which samples a session trains on; `session.sieve`.
+
+    Args:
+        settings: the sieve's settings, or None for a session without one.
+        source: the training batches; it follows what is kept.
+        seed: the session's seed.
+
+    Example:
+        >>> import torch
+        >>> from egeria_lab.data.datasets import ArrayDataset
+        >>> source = BatchSource(ArrayDataset(torch.zeros(8, 1), torch.zeros(8).long()), 2, seed=0)
+        >>> sieve = SessionSieve(None, source, 0)
+        >>> sieve.kept_ids().tolist(), sieve.removed_ids().tolist()
+        ([0, 1, 2, 3, 4, 5, 6, 7], [])
+    """
+
+    def __init__(self, settings: SieveSettings | None, source: BatchSource, seed: int) -> None:
+        self.settings = settings
+        self.seconds = 0.0
+        self.updates = 0
+        self._source = source
+        self._seed = seed
+        self._made: Sieve | None = None
+        self._events: EventLog | None = None
+        self._history: History | None = None
+        if settings is not None:
+            self._follow(after=-1)
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def kept_ids(self) -> Tensor:
+        """Ids of the samples that are trained on, int64, ascending."""
+        return torch.arange(self._source.num_samples) if self._made is None else self._made.kept_ids()
+
+    def removed_ids(self) -> Tensor:
+        """Ids that the sieve has set aside, int64, in the order in which they come back."""
+        return self._sieve.removed_ids()
+
+    def discarded_ids(self) -> Tensor:
+        """Ids discarded by hand, int64, ascending."""
+        return self._sieve.discarded_ids()
+
+    def counts(self, ids: Any = None) -> Counts:
+        """Forgetting events, presentations and margins of some samples, or of all.
+
+        Raises:
+            DataError: for ids that do not exist.
+        """
+        return self._sieve.counts(ids)
+
+    def histogram(self) -> dict[str, int]:
+        """Number of kept samples by forgetting events in the present interval."""
+        return self._sieve.histogram()
+
+    def samples(self, ids: Sequence[int] | Tensor) -> list[Any]:
+        """What the training set holds under these ids, as it hands it out."""
+        dataset = self._source.dataset
+        return [dataset[int(i)] for i in ids]
+
+    def subset(self) -> Subset[Any]:
+        """The kept samples as a data set of their own."""
+        return Subset(self._source.dataset, self.kept_ids().tolist())
+
+    def export_csv(self, path: str | Path) -> Path:
+        """Write the kept samples as CSV, ids and counts; `egeria_lab.algorithms.sieve_export.read_ids` reads it."""
+        return write_kept(self._sieve, path)
+
+    @property
+    def num_kept(self) -> int:
+        """Samples that are trained on."""
+        return self._source.num_samples if self._made is None else self._made.members.num_kept
+
+    @property
+    def sieved_share(self) -> float:
+        """Share of the training set that is left out now, in [0, 1)."""
+        return 1 - self.num_kept / self._source.num_samples
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What must be observed of each sample."""
+        return () if self.settings is None else self._sieve.needs
+
+    @property
+    def reweights(self) -> bool:
+        """True when losses are weighted, so that survivors stand for those left out."""
+        return isinstance(self.settings, LossSieve)
+
+    def figures(self) -> SieveFigures | None:
+        """For the ledger; None while nothing can have been left out."""
+        if self._made is None:
+            return None
+        name = "discarding by hand" if isinstance(self._made.settings, ManualSieve) else type(self.settings).__name__
+        return SieveFigures(
+            method=name, kept=self.num_kept, total=self._source.num_samples, updates=self.updates, seconds=self.seconds
+        )
+
+    # --- training --------------------------------------------------------------------------------------
+
+    def attach(self, history: History, events: EventLog) -> None:
+        """Say where changes are written down; what was left out at the start comes first."""
+        self._history, self._events = history, events
+        if self._made is not None and self._made.first_update is not None:
+            self._write(self._made.first_update, 0, 0.0, "session")
+
+    def weights(self, ids: Tensor) -> Tensor | None:
+        """Loss weights of a batch, or None when all are 1."""
+        return None if self._made is None else self._made.weights(ids)
+
+    def observe(self, batch: Batch, signals: SampleSignals | None) -> None:
+        """Take in what a step showed.
+
+        Raises:
+            InvalidSettingError: when the model's outputs or the loss do not give what the sieve needs.
+        """
+        if self.settings is None or not self.needs or signals is None:
+            return
+        start = time.perf_counter()
+        missing = [name for name in self.needs if getattr(signals, name) is None]
+        if missing:
+            raise InvalidSettingError(_what_is_missing(type(self.settings).__name__, missing))
+        self._sieve.observe(batch.ids, **{name: getattr(signals, name) for name in self.needs})
+        self.seconds += time.perf_counter() - start
+
+    def finish_pass(self, finished: int, step: int, planned_steps: int) -> None:
+        """Let the sieve exchange samples at the end of a pass, when it is time.
+
+        Args:
+            finished: number of the pass that ended, from 0.
+            step: finished steps.
+            planned_steps: steps of the whole plan.
+        """
+        if self._made is None:
+            return
+        start = time.perf_counter()
+        update = self._made.after_pass(steps_done=step, planned_steps=planned_steps)
+        if update is not None:
+            self._follow(after=finished)
+            self._write(update, step, float(finished + 1), "rule")
+        self.seconds += time.perf_counter() - start
+
+    def planned_steps(self, epochs: float, full_steps: int) -> int:
+        """Steps of so many passes, of which a sieve may make some shorter than others.
+
+        Args:
+            epochs: passes over what is kept.
+            full_steps: steps of a pass over all samples.
+        """
+        settings = self.settings
+        if not isinstance(settings, (OneShotSieve, LossSieve)):
+            return max(1, round(epochs * self._source.steps_per_epoch))
+        kept = self._source.num_samples - round(settings.fraction * self._source.num_samples)
+        short = max(1, round(full_steps * kept / self._source.num_samples))
+        if isinstance(settings, OneShotSieve):
+            per_step = settings.at / full_steps + (1 - settings.at) / short
+            return max(1, round(epochs / per_step))
+        per_step = settings.full_after / short + (1 - settings.full_after) / full_steps
+        return max(1, round((epochs - 1 + full_steps / short) / per_step))
+
+    # --- by hand ---------------------------------------------------------------------------------------
+
+    def discard(self, command: c.Discard, step: int, number: int, position: int) -> Event:
+        """Land a discard in the middle of a pass, or between two."""
+        update = self._sieve.discard(list(command.ids))
+        self._change(update, number, position)
+        self._write(update, step, float(number), command.by)
+        return SamplesDiscarded(step=step, by=command.by, ids=tuple(update.by_hand.tolist()), kept=update.num_kept)
+
+    def restore(self, command: c.Restore, step: int, number: int, position: int) -> Event:
+        """Land a restore in the middle of a pass, or between two."""
+        update = self._sieve.restore(list(command.ids))
+        self._change(update, number, position)
+        self._write(update, step, float(number), command.by)
+        return SamplesRestored(step=step, by=command.by, ids=tuple(update.by_hand.tolist()), kept=update.num_kept)
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every sample is and what is known of it."""
+        made = None if self._made is None else self._made.state_dict()
+        return {"sieve": made, "seconds": self.seconds, "updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly from a saved state; the plans of the source are restored by themselves."""
+        self.seconds, self.updates = float(state["seconds"]), int(state["updates"])
+        if state["sieve"] is None:
+            self._made = None if self.settings is None else self._made
+        else:
+            self._sieve.load_state_dict(state["sieve"])
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    @property
+    def _sieve(self) -> Sieve:
+        if self._made is None:
+            self._made = Sieve(
+                self.settings, self._source.num_samples, batch_size=self._source.batch_size,
+                seed=derive_seed(self._seed, "sieve") % 2**63, labels=labels_of(self._source.dataset),
+            )  # fmt: skip
+        return self._made
+
+    def _follow(self, after: int) -> None:
+        self._source.keep(self._sieve.kept_ids(), after=after)
+
+    def _change(self, update: SieveUpdate, number: int, position: int) -> None:
+        self._follow(after=number if position else number - 1)
+        if position:
+            self._source.amend(number, position, without=update.removed, adding=update.returned)
+
+    def _write(self, update: SieveUpdate, step: int, epoch: float, by: str) -> None:
+        assert self._history is not None
+        assert self._events is not None
+        events = sum(int(k) * v for k, v in update.forgetting.items() if k.isdigit())
+        self._history.sieve.append(
+            step=step, epoch=epoch, kept=update.num_kept, waiting=update.num_removed, discarded=update.num_discarded,
+            removed=len(update.removed), returned=len(update.returned), forgetting_events=events,
+        )  # fmt: skip
+        if update.kind in ("discard", "restore"):
+            return  # the command's own event says it
+        self.updates += update.kind != "start"
+        named = len(update.removed) + len(update.returned) <= MOST_IDS_IN_AN_EVENT
+        self._events.append(
+            SamplesSieved(
+                step=step, by=by, removed=len(update.removed), returned=len(update.returned), kept=update.num_kept,
+                waiting=update.num_removed, removed_ids=tuple(update.removed.tolist()) if named else (),
+                returned_ids=tuple(update.returned.tolist()) if named else (), reason=update.reason,
+            )
+        )  # fmt: skip
+
+
+def labels_of(dataset: Any) -> Tensor | None:
+    """The class of every sample, where a data set has them at hand; nothing is loaded for it.
+
+    Looks at ``targets`` and ``labels`` and at the last tensor of a `TensorDataset`.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> labels_of(TensorDataset(torch.zeros(2, 1), torch.tensor([3, 1]))).tolist()
+        [3, 1]
+    """
+    tensors = getattr(dataset, "tensors", None)
+    candidates = [getattr(dataset, "targets", None), getattr(dataset, "labels", None), tensors[-1] if tensors else None]
+    for found in candidates:
+        if found is None or not hasattr(found, "__len__") or len(found) != len(dataset):
+            continue
+        try:
+            labels = torch.as_tensor(np.asarray(found))
+        except (TypeError, ValueError):
+            continue
+        if labels.dim() == 1 and not labels.is_floating_point() and not labels.is_complex():
+            return labels.long()
+    return None
+
+
+def _what_is_missing(sieve: str, missing: list[str]) -> str:
+    if "loss" in missing:
+        return (
+            f"{sieve} needs the loss of each sample, and the loss gives one number a batch; return it unreduced "
+            "(reduction='none'), or choose RandomSieve."
+        )
+    return (
+        f"{sieve} counts right and wrong predictions, and the model gives no class scores of shape (samples, classes) "
+        "with one label a sample; choose RandomSieve or LossSieve for this task."
+    )

@@ -1,0 +1,113 @@
+"""Undo and redo of commands: a ring of exact states in memory, of so many bytes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from egeria_lab import commands as c
+from egeria_lab.engine.session_state import SessionState, capture, restore
+from egeria_lab.errors import InvalidSettingError, is_whole, require
+from egeria_lab.events import CommandRedone, CommandUndone, Event
+
+UNDO_BYTES = 1 << 28
+
+
+class _Done(NamedTuple):
+    """A command that landed, and the state right before it."""
+
+    command: c.Command
+    before: SessionState
+
+
+class _Undone(NamedTuple):
+    """A command that was undone, with the states right before it landed and right before it was undone."""
+
+    command: c.Command
+    before: SessionState
+    after: SessionState
+
+
+class UndoRing:
+    """Remembers the state before each command that did something.
+
+    An undo goes back to the step at which the command landed: steps made since are made again. Events and
+    tables go back as well, and one event says so.
+
+    Args:
+        session: the session; its queue lands commands through `land`.
+        max_bytes: most memory for states, >= 0; 0 keeps none.
+
+    Raises:
+        InvalidSettingError: for a negative size.
+    """
+
+    def __init__(self, session: Any, max_bytes: int = UNDO_BYTES) -> None:
+        valid = is_whole(max_bytes) and max_bytes >= 0
+        require(valid, "Session", "undo_bytes", max_bytes, "a whole number of bytes >= 0")
+        self._session = session
+        self._max_bytes = max_bytes
+        self._too_big = 0
+        self._done: list[_Done] = []
+        self._undone: list[_Undone] = []
+        session._steering.handle(c.Undo, self._undo)
+        session._steering.handle(c.Redo, self._redo)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the states that are kept."""
+        states = [done.before for done in self._done] + [s for u in self._undone for s in (u.before, u.after)]
+        return sum(state.num_bytes for state in states)
+
+    def commands(self) -> list[c.Command]:
+        """What can be undone, oldest first."""
+        return [done.command for done in self._done]
+
+    def land(self, receipt: c.Receipt) -> None:
+        """Carry out one command at a step boundary, remembering the state before it."""
+        session, command = self._session, receipt.command
+        if isinstance(command, (c.Undo, c.Redo)):
+            session._steering.land(receipt, session.steps_done)
+            return
+        step = session.steps_done
+        before = capture(session) if self._max_bytes and not self._too_big else None
+        session._steering.land(receipt, step)
+        session.command_log.landed(command, step)
+        if receipt.state == "done":
+            self._undone.clear()
+            if before is not None:
+                self._keep(_Done(command, before))
+
+    def _keep(self, done: _Done) -> None:
+        size = done.before.num_bytes
+        if size > self._max_bytes:
+            self._too_big = size  # no use in copying it again and again
+            self._done.clear()
+            return
+        self._done.append(done)
+        while self.num_bytes > self._max_bytes:
+            del self._done[0]
+
+    def _undo(self, command: c.Command, step: int) -> Event:
+        if not self._done:
+            why = "no command that did something is remembered"
+            if self._too_big:
+                why = f"one state takes {self._too_big:,} bytes and undo_bytes={self._max_bytes:,} is all there is"
+            raise InvalidSettingError(f"there is nothing to undo: {why}.")
+        after = capture(self._session)
+        done = self._done.pop()
+        self._put_back(done.before)
+        self._undone.append(_Undone(done.command, done.before, after))
+        return CommandUndone(step=done.before.step, by=command.by, command=str(done.command), undone_from=step)
+
+    def _redo(self, command: c.Command, step: int) -> Event:
+        if not self._undone:
+            raise InvalidSettingError("there is nothing to redo: no command was undone, or another one came since.")
+        undone = self._undone.pop()
+        self._put_back(undone.after)
+        self._done.append(_Done(undone.command, undone.before))
+        return CommandRedone(step=undone.after.step, by=command.by, command=str(undone.command), redone_from=step)
+
+    def _put_back(self, state: SessionState) -> None:
+        restore(self._session, state)
+        if self._session._autosave is not None:  # the newest checkpoint is of a course that is left
+            self._session._autosave.save()

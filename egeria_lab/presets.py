@@ -1,0 +1,72 @@
+"""Ready sets of keywords for `Session`: the two published systems as they were published, and all of both together.
+
+Example:
+    >>> from egeria_lab.session import Session
+    >>> session = Session("mlp", "digits", epochs=8, **spfde(saving=0.15, sieve=0.15))
+    >>> session.sieve.num_kept, sorted(spfde())
+    (1221, ['freeze', 'sieve', 'sparsity'])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.algorithms.freeze_schedule import Schedule
+from egeria_lab.algorithms.sieve_settings import CirculantSieve
+from egeria_lab.algorithms.sparsity import MEST
+from egeria_lab.data.activation_cache import ActivationCache
+
+Keywords = dict[str, Any]
+
+
+def egeria(*, tolerance: float = 0.2, cache: bool = True) -> Keywords:
+    """Egeria: freeze by measured plasticity, and skip the frozen front with a cache of its outputs.
+
+    Args:
+        tolerance: share of a layer's own first slopes below which it is stable.
+        cache: False computes the frozen front anew in each step.
+
+    Source: Egeria (EuroSys 2023).
+
+    Example:
+        >>> sorted(egeria())
+        ['cache', 'freeze']
+    """
+    return {"freeze": Plasticity(tolerance=tolerance), "cache": ActivationCache() if cache else None}
+
+
+def spfde(*, saving: float = 0.25, sieve: float = 0.25, sparsity: float = 0.9) -> Keywords:
+    """SpFDE: sparse training (MEST), layers frozen by a schedule solved for a target, and circulant data sieving.
+
+    Args:
+        saving: share of the training FLOPs that freezing shall save, in (0, 1); 0 for no freezing.
+        sieve: share of the samples that is set aside, in (0, 1); 0 for no sieve.
+        sparsity: share of the weights that is zero, in (0, 1); 0 for dense training.
+
+    Source: SpFDE (NeurIPS 2022); its headline is ``spfde(saving=0.25, sieve=0.25, sparsity=0.9)``.
+
+    Example:
+        >>> spfde(sparsity=0)["sparsity"] is None
+        True
+    """
+    return {
+        "freeze": Schedule(saving=saving) if saving else None,
+        "sieve": CirculantSieve(fraction=sieve) if sieve else None,
+        "sparsity": MEST(sparsity=sparsity) if sparsity else None,
+    }
+
+
+def everything(*, tolerance: float = 0.2, sieve: float = 0.2, sparsity: float = 0.9) -> Keywords:
+    """Both systems together: freezing by measured plasticity, cache, circulant sieve and sparse training.
+
+    Args:
+        tolerance: as in `egeria`.
+        sieve: as in `spfde`.
+        sparsity: as in `spfde`.
+
+    Example:
+        >>> sorted(everything())
+        ['cache', 'freeze', 'sieve', 'sparsity']
+    """
+    return {**spfde(sieve=sieve, sparsity=sparsity), **egeria(tolerance=tolerance)}

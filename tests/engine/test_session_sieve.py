@@ -1,0 +1,306 @@
+"""A session that sieves: what is trained on, when it changes, by rule and by hand, and what the ledger says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+import egeria_lab as lab
+from egeria_lab.events import CommandRejected, EpochFinished, SamplesDiscarded, SamplesRestored, SamplesSieved
+
+
+class Seen(Dataset[Any]):
+    """Two classes in four numbers; notes which ids it is asked for."""
+
+    def __init__(self, size: int = 60) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(size, 4, generator=generator)
+        self.targets = (self.inputs[:, 0] > 0).long()
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.asked.append(index)
+        return self.inputs[index], self.targets[index]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def make(data: Seen | None = None, **keywords: Any) -> tuple[lab.Session, Seen]:
+    data = data or Seen()
+    keywords = {"batch_size": 6, "epochs": 10, "freeze": None, "lr": 0.05, **keywords}
+    session = lab.Session(net(), (data, Seen(12)), **keywords)
+    data.asked.clear()
+    return session, data
+
+
+def ids_of_a_pass(session: lab.Session, data: Seen) -> list[int]:
+    data.asked.clear()
+    before = len(session.events.of(EpochFinished))
+    while len(session.events.of(EpochFinished)) == before:
+        session.step()
+    return list(data.asked)
+
+
+def test_only_kept_samples_are_trained_on_and_every_one_of_them_once() -> None:
+    session, data = make(sieve=lab.CirculantSieve(fraction=0.2, interval_epochs=1))
+    kept = session.sieve.kept_ids().tolist()
+    assert session.steps_per_epoch == 8
+    assert session.planned_steps == 80
+    assert sorted(ids_of_a_pass(session, data)) == kept
+    assert len(kept) == 48
+
+
+def test_swaps_keep_the_size_and_every_sample_has_been_used_in_the_end() -> None:
+    session, data = make(sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1))
+    used: set[int] = set()
+    for _ in range(9):
+        seen = ids_of_a_pass(session, data)
+        assert len(seen) == len(set(seen)) == 45
+        used.update(seen)
+    assert used == set(range(60))
+    updates = [e for e in session.events if isinstance(e, SamplesSieved)]
+    assert updates[0].step == 0
+    assert len(updates) == 10
+    for event in updates[1:]:
+        assert event.removed == event.returned == len(event.removed_ids) == 11
+        assert event.kept == 45
+    frame = session.history.frame("sieve")
+    assert frame["kept"].tolist() == [45] * 10
+    assert frame["returned"].tolist() == [0] + [11] * 9
+
+
+def test_a_swap_shows_in_the_very_next_pass() -> None:
+    session, data = make(sieve=lab.RandomSieve(fraction=0.25, interval_epochs=1))
+    ids_of_a_pass(session, data)
+    event = session.events.of(SamplesSieved)[-1]
+    assert isinstance(event, SamplesSieved)
+    seen = set(ids_of_a_pass(session, data))
+    assert not seen & set(event.removed_ids)
+    assert set(event.returned_ids) <= seen
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_follow_the_sieve_and_train_on_the_same_ids(workers: int, persistent: bool) -> None:
+    """Trap 79: a worker must not go on with an old state of the data set."""
+
+    def losses(**loading: Any) -> tuple[list[float], list[int]]:
+        data = Seen()
+        loader: DataLoader[Any] = DataLoader(data, batch_size=6, shuffle=True, **loading)
+        session = lab.Session(
+            net(), (loader, Seen(12)), epochs=4, freeze=None, lr=0.05,
+            sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1),
+        )  # fmt: skip
+        session.step(24)
+        return [float(x) for x in session.history.steps["loss"]], session.sieve.kept_ids().tolist()
+
+    assert losses(num_workers=workers, persistent_workers=persistent) == losses()
+
+
+def test_the_same_seed_sieves_the_same_and_another_one_does_not() -> None:
+    """Trap 75."""
+
+    def kept(seed: int) -> list[int]:
+        session, _ = make(sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1), seed=seed)
+        session.step(40)
+        return session.sieve.kept_ids().tolist()
+
+    assert kept(1) == kept(1)
+    assert kept(1) != kept(2)
+
+
+def test_a_weighted_sampler_is_wrapped_and_filtered() -> None:
+    """Trap 71."""
+    data = Seen()
+    sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 60).tolist(), 60)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=6, sampler=sampler)
+    session = lab.Session(
+        net(), (loader, Seen(12)), epochs=3, freeze=None, sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1)
+    )
+    kept = set(session.sieve.kept_ids().tolist())
+    assert set(ids_of_a_pass(session, data)) <= kept
+
+
+def test_discarded_samples_never_come_again_until_they_are_restored() -> None:
+    session, data = make()
+    session.step(3)
+    gone = [i for i in range(60) if i not in data.asked][:4]
+    data.asked.clear()
+    receipt = session.discard(gone)
+    assert receipt.state == "done"
+    event = receipt.event
+    assert isinstance(event, SamplesDiscarded)
+    assert event.kept == 56
+    session.step(7)
+    assert not set(gone) & set(data.asked)
+    assert session.epoch == 1
+    assert not set(gone) & set(ids_of_a_pass(session, data))
+    assert session.sieve.discarded_ids().tolist() == gone
+    assert isinstance(session.restore(gone).event, SamplesRestored)
+    ids_of_a_pass(session, data)
+    assert set(gone) <= set(ids_of_a_pass(session, data))
+    assert sorted(ids_of_a_pass(session, data)) == list(range(60))
+
+
+def test_with_a_circulant_sieve_a_discarded_sample_is_replaced_from_the_queue() -> None:
+    session, data = make(sieve=lab.CirculantSieve(fraction=0.2))
+    first = session.sieve.removed_ids()[:2].tolist()
+    victims = session.sieve.kept_ids()[:2].tolist()
+    session.discard(victims)
+    kept = session.sieve.kept_ids().tolist()
+    assert len(kept) == 48
+    assert set(first) <= set(kept)
+    assert sorted(ids_of_a_pass(session, data)) == kept
+
+
+def test_discarding_all_that_is_left_of_a_pass_ends_it() -> None:
+    session, data = make()
+    session.step(9)
+    left = [i for i in range(60) if i not in data.asked]
+    assert len(left) == 6
+    session.discard(left)
+    assert len(session.events.of(EpochFinished)) == 1
+    assert session.epoch == 1.0
+    assert session.step().epoch == pytest.approx(1 + 1 / 9)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([60], "60"),
+        ([-1], "-1"),
+        ([i for i in range(58) if i != 7], "fewer than one batch"),
+        ([7], "discarded already"),
+    ],
+)
+def test_what_cannot_be_discarded_is_rejected_and_changes_nothing(ids: list[int], reason: str) -> None:
+    session, _ = make()
+    session.discard([7])
+    receipt = session.discard(ids)
+    assert isinstance(receipt.event, CommandRejected)
+    assert reason in receipt.event.reason
+    assert session.sieve.kept_ids().tolist() == [i for i in range(60) if i != 7]
+
+
+@pytest.mark.parametrize("ids", ["abc", [], [1.5], [True], None, 3.0])
+def test_what_is_no_list_of_ids_is_one_sentence(ids: Any) -> None:
+    session, _ = make()
+    with pytest.raises(lab.DataError, match="list of sample ids"):
+        session.discard(ids)
+
+
+def test_restoring_what_is_not_discarded_is_rejected_with_the_reason() -> None:
+    session, _ = make()
+    event = session.restore([3]).event
+    assert isinstance(event, CommandRejected)
+    assert "not discarded" in event.reason
+
+
+def test_a_sieve_that_counts_forgetting_refuses_outputs_without_classes() -> None:
+    session = lab.Session(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), (Seen(), Seen(12)), batch_size=6, freeze=None,
+        loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
+        forward=lambda model, batch: (model(batch[0])[:, :1], batch[1].float()), sieve=lab.CirculantSieve(),
+    )  # fmt: skip
+    with pytest.raises(lab.InvalidSettingError, match="choose RandomSieve"):
+        session.step()
+
+
+def test_a_loss_sieve_refuses_a_reduced_loss() -> None:
+    session, _ = make(loss=nn.CrossEntropyLoss(), sieve=lab.LossSieve())
+    with pytest.raises(lab.InvalidSettingError, match="reduction='none'"):
+        session.step()
+
+
+def test_a_loss_sieve_leaves_easy_samples_out_and_weighs_their_likes() -> None:
+    session, data = make(sieve=lab.LossSieve(fraction=0.3), epochs=6)
+    assert sorted(ids_of_a_pass(session, data)) == list(range(60))
+    seen = ids_of_a_pass(session, data)
+    assert len(seen) == len(set(seen)) == 42
+    weights = session.sieve.weights(session.sieve.kept_ids())
+    assert weights is not None
+    assert float(weights.sum()) == pytest.approx(60, rel=1e-5)
+
+
+def test_weights_scale_gradients_and_leave_the_reported_loss_alone() -> None:
+    def gradient(weight: float | None) -> tuple[Tensor, float]:
+        session, _ = make(optimizer=lambda p: torch.optim.SGD(p, lr=1.0), scheduler=None)
+        before = session.model[0].weight.detach().clone()  # type: ignore[index]
+        session.trainer.sample_weights = None if weight is None else lambda ids: torch.full((len(ids),), weight)
+        loss = session.step().loss
+        return before - session.model[0].weight.detach(), loss  # type: ignore[index]
+
+    plain, loss = gradient(None)
+    doubled, same_loss = gradient(2.0)
+    assert torch.allclose(2 * plain, doubled, atol=1e-6)
+    assert loss == same_loss
+
+
+def test_planned_steps_give_as_many_passes_as_were_asked_for() -> None:
+    for sieve in (lab.OneShotSieve(fraction=0.5, at=0.5), lab.LossSieve(fraction=0.5)):
+        session, _ = make(sieve=sieve, epochs=10)
+        session.run(progress=False)
+        assert session.epoch == pytest.approx(10, abs=1.0)
+        assert session.planned_steps < 100
+
+
+def test_the_ledger_says_what_sieving_saved() -> None:
+    session, _ = make(sieve=lab.CirculantSieve(fraction=0.25))
+    session.run(progress=False)
+    ledger = session.savings()
+    assert ledger.run is not None
+    assert ledger.run.saved_by_sieving == pytest.approx(0.25, abs=1e-9)
+    assert ledger.to_dict()["sieve"]["kept"] == 45
+    assert "CirculantSieve" in repr(ledger)
+    assert lab.Session(net(), (Seen(), Seen(12)), batch_size=6).savings().to_dict()["sieve"] is None
+
+
+def test_sieving_is_repeatable_in_pieces_and_not_disturbed_by_looking() -> None:
+    """Traps 81 and 82."""
+
+    def trace(looking: bool) -> list[float]:
+        session, _ = make(sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1))
+        for _ in range(30):
+            session.step()
+            if looking:
+                torch.randn(3)
+                session.evaluate()
+                session.sieve.counts()
+                session.sieve.histogram()
+                session.savings()
+        return [float(x) for x in session.history.steps["loss"]]
+
+    assert trace(True) == trace(False)
+
+
+@pytest.mark.parametrize("sieve", [0.2, "circulant", lab.MEST()])
+def test_what_is_no_sieve_is_one_sentence(sieve: Any) -> None:
+    with pytest.raises(lab.InvalidSettingError, match="CirculantSieve"):
+        make(sieve=sieve)
+
+
+def test_a_fraction_that_leaves_no_batch_gives_the_largest_allowed() -> None:
+    with pytest.raises(lab.InvalidSettingError, match=r"at most 0\.9"):
+        make(sieve=lab.CirculantSieve(fraction=0.95))
+
+
+def test_cache_and_sieve_work_together_bit_for_bit() -> None:
+    def trace(cache: lab.ActivationCache | None) -> list[float]:
+        session, _ = make(
+            sieve=lab.CirculantSieve(fraction=0.25, interval_epochs=1),
+            freeze=lab.Schedule(variant="fixed", layers=("0",), start=0.2), cache=cache, scheduler="constant",
+        )  # fmt: skip
+        session.run(progress=False)
+        return [float(x) for x in session.history.steps["loss"]]
+
+    assert trace(lab.ActivationCache()) == trace(None)

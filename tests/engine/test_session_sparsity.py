@@ -1,0 +1,215 @@
+"""A session with sparse weights: exact, consistent with freezing, and honest about what masks save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import egeria_lab as lab
+from egeria_lab.events import MaskUpdated
+
+METHODS: list[Any] = [
+    lab.StaticSparsity(sparsity=0.8),
+    lab.SET(sparsity=0.8, interval_steps=3),
+    lab.RigL(sparsity=0.8, interval_steps=3),
+    lab.MEST(sparsity=0.8, interval_steps=3, soft_bound=False),
+    lab.MEST(sparsity=0.8, interval_steps=3),
+]
+
+
+def under_masks(session: lab.Session) -> float:
+    """Largest magnitude under any mask, of weights and of optimizer state."""
+    assert session.sparse is not None
+    masks = session.sparse.masks.masks
+    largest = 0.0
+    for name, parameter in session.model.named_parameters():
+        if name not in masks:
+            continue
+        state = session.optimizer.state.get(parameter, {})
+        tensors = [
+            parameter.detach(),
+            *(v for v in state.values() if isinstance(v, Tensor) and v.shape == parameter.shape),
+        ]
+        largest = max([largest, *(float(t[~masks[name]].abs().max()) for t in tensors)])
+    return largest
+
+
+@pytest.mark.parametrize("sparsity", METHODS, ids=lambda m: type(m).__name__ + str(getattr(m, "soft_bound", "")))
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_nothing_under_a_mask_is_ever_non_zero(sparsity: Any, optimizer: str) -> None:
+    """Trap 59."""
+    session = lab.Session("mlp", "digits", epochs=3, optimizer=optimizer, freeze=None, sparsity=sparsity)
+    for _ in range(20):
+        session.step()
+        assert under_masks(session) == 0.0
+    changes = len(session.events.of(MaskUpdated))
+    assert changes == (0 if isinstance(sparsity, lab.StaticSparsity) else 6)
+
+
+def test_state_dict_names_stay_plain_and_the_model_loads_anywhere() -> None:
+    """Trap 39."""
+    session = lab.Session("mlp", "digits", epochs=1, freeze=None, sparsity=lab.MEST())
+    session.step(3)
+    data = lab.data.load("digits")
+    bare = lab.models.build("mlp", input_shape=data.input_shape, num_classes=10)
+    bare.load_state_dict(session.model.state_dict(), strict=True)
+
+
+def test_freezing_locks_mask_and_values_and_thawing_gives_them_back() -> None:
+    """Traps 65 and 66."""
+    session = lab.Session(
+        "mlp", "digits", epochs=3, freeze=None, sparsity=lab.SET(sparsity=0.8, interval_steps=2), optimizer="adamw"
+    )
+    session.step(4)
+    session.freeze("layers.1")
+    session.step()
+    assert session.sparse is not None
+    weight = dict(session.model.named_parameters())["layers.1.linear.weight"]
+    before, mask = weight.detach().clone(), session.sparse.masks.masks["layers.1.linear.weight"]
+    session.step(8)
+    assert torch.equal(weight, before)
+    assert torch.equal(session.sparse.masks.masks["layers.1.linear.weight"], mask)
+    session.thaw("layers.1")
+    session.step()
+    assert not torch.equal(weight, before)
+    session.step(2)
+    assert not torch.equal(session.sparse.masks.masks["layers.1.linear.weight"], mask)
+    assert under_masks(session) == 0.0
+
+
+def test_a_layer_over_its_budget_is_pruned_to_the_target_when_it_freezes() -> None:
+    session = lab.Session("mlp", "digits", epochs=3, freeze=None, sparsity=lab.MEST(sparsity=0.9))
+    session.step(2)
+    assert session.sparse is not None
+    name = "layers.0.linear.weight"
+    assert session.sparse.densities[name] == pytest.approx(0.15, abs=1e-4)
+    session.freeze("layers.0")
+    session.step()
+    assert session.sparse.densities[name] == pytest.approx(0.10, abs=1e-4)
+    assert session.sparse.densities["layers.1.linear.weight"] == pytest.approx(0.15, abs=1e-4)
+
+
+def test_a_refused_freeze_prunes_nothing() -> None:
+    session = lab.Session("mlp", "digits", epochs=3, freeze=None, sparsity=lab.MEST(sparsity=0.9))
+    for name in session.layers.names[:-1]:
+        session.freeze(name)
+    session.step()
+    assert session.sparse is not None
+    before = session.sparse.densities
+    assert session.freeze(session.layers.names[-1]).state == "rejected"
+    assert session.sparse.densities == before
+    assert not any(name.startswith("layers.3") for name in session.sparse.masks.locked)
+
+
+def test_a_schedule_counts_the_densities_and_the_ledger_confirms_its_saving() -> None:
+    session = lab.Session("mlp", "digits", epochs=12, freeze=lab.Schedule(saving=0.2), sparsity=lab.MEST(sparsity=0.9))
+    session.run(progress=False)
+    run = session.savings().run
+    assert run is not None
+    assert 0.20 <= run.saved_by_freezing <= 0.26  # pruning at the freeze saves more than the schedule counts
+
+
+def test_what_is_left_multiplies_over_the_techniques() -> None:
+    session = lab.Session("mlp", "digits", epochs=12, **lab.presets.spfde(saving=0.2, sieve=0.25, sparsity=0.9))
+    session.run(progress=False)
+    run = session.savings().run
+    assert run is not None
+    left = (1 - run.saved_by_sieving) * (1 - run.saved_by_sparsity) * (1 - run.saved_by_freezing)
+    assert 1 - run.saved == pytest.approx(left, rel=1e-9)
+    assert run.saved_by_sieving == pytest.approx(1 - 1078 / 1437)
+    text = repr(session.savings())
+    assert "masks save no time and no memory on dense kernels" in text
+    assert session.savings().to_dict()["sparsity"]["density"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_everything_together_trains() -> None:
+    session = lab.Session("mlp", "digits", epochs=4, **lab.presets.everything(sieve=0.2, sparsity=0.5))
+    session.run(progress=False)
+    accuracy = session.evaluate()["accuracy"]
+    assert accuracy is not None
+    assert accuracy > 0.6
+    assert under_masks(session) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masks_hold_under_mixed_precision(precision: str) -> None:
+    session = lab.Session(
+        "mlp", "digits", epochs=2, precision=precision, freeze=None, sparsity=lab.RigL(sparsity=0.8, interval_steps=2),
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    session.step(8)
+    assert under_masks(session) == 0.0
+
+
+def test_masks_hold_in_a_compiled_model() -> None:
+    torch._dynamo.reset()
+    data = lab.data.load("digits")
+    model = torch.compile(lab.models.build("mlp", input_shape=data.input_shape, num_classes=10), backend="aot_eager")
+    session = lab.Session(model, "digits", epochs=2, freeze=None, sparsity=lab.SET(sparsity=0.8, interval_steps=2))  # type: ignore[arg-type]
+    session.step(6)
+    assert under_masks(session) == 0.0
+
+
+def test_clipping_does_not_see_gradients_under_masks() -> None:
+    """Trap 6, with masks: the norm that decides the factor is that of the live gradients."""
+    seen: list[float] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            seen.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+            return super().step(closure)
+
+    session = lab.Session(
+        "mlp", "digits", epochs=1, freeze=None, max_grad_norm=1e-3, sparsity=lab.StaticSparsity(sparsity=0.9),
+        optimizer=lambda p: Noting(p, lr=0.1),
+    )  # fmt: skip
+    session.step(3)
+    assert seen == pytest.approx([1e-3] * 3, rel=1e-2)
+
+
+@pytest.mark.parametrize("reference", ["fp32", "int8"])
+def test_the_reference_takes_a_snapshot_of_a_masked_model(reference: str) -> None:
+    """Trap 60."""
+    session = lab.Session(
+        "mlp", "digits", epochs=1, freeze=lab.Plasticity(interval_steps=2, reference=reference),
+        sparsity=lab.MEST(sparsity=0.9),
+    )  # fmt: skip
+    session.step(8)
+    assert len(session.history.plasticity) > 0
+
+
+def test_close_leaves_a_plain_model() -> None:
+    session = lab.Session("mlp", "digits", epochs=1, freeze=None, sparsity=lab.MEST())
+    session.step(2)
+    session.close()
+    names = set(vars(session.model))
+    data = lab.data.load("digits")
+    assert names == set(vars(lab.models.build("mlp", input_shape=data.input_shape, num_classes=10)))
+    for module in session.model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert session.trainer.update_hooks is None
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), 2, "0.9", None])
+def test_a_sparsity_out_of_range_is_one_sentence(value: Any) -> None:
+    with pytest.raises(lab.InvalidSettingError, match=r"MEST.sparsity must be in \[0, 1\)"):
+        lab.MEST(sparsity=value)
+
+
+def test_channels_that_do_not_divide_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 10))
+    with pytest.raises(lab.EgeriaLabError, match="30"):
+        lab.Session(
+            nn.Sequential(nn.Flatten(), model), "digits", epochs=1, freeze=None, sparsity=lab.MEST(scheme="block")
+        )
+
+
+@pytest.mark.parametrize("sparsity", [0.9, "mest", lab.CirculantSieve()])
+def test_what_is_no_sparsity_is_one_sentence(sparsity: Any) -> None:
+    with pytest.raises(lab.InvalidSettingError, match=r"lab\.MEST"):
+        lab.Session("mlp", "digits", sparsity=sparsity)
