@@ -1,4 +1,4 @@
-"""The command line: ``egeria-lab lab``, ``demo``, ``bench`` and ``doctor``. Exit status 0 only on success."""
+"""The command line: ``egeria-lab lab``, ``demo``, ``resume``, ``bench`` and ``doctor``. Exit status 0 only on success."""
 
 from __future__ import annotations
 
@@ -72,6 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     demo.set_defaults(command=_demo)
 
+    resume = commands.add_parser("resume", parents=[common], help="go on with a run from its newest checkpoint")
+    resume.add_argument("folder", help="run directory (run_dir= of the session), or one checkpoint file")
+    resume.add_argument("--epochs", type=float, help="so many passes from here; default: to the end of the plan")
+    resume.add_argument("--device", help="auto, cpu, cuda or cuda:N; default: as it was asked for before")
+    resume.add_argument("--run-dir", help="where to save; default: the run directory itself")
+    resume.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    resume.set_defaults(command=_resume)
+
     bench = commands.add_parser("bench", parents=[common], help="measure on this machine, interleaved")
     known = "; ".join(f"{name}: {about}" for name, (_, about) in SUITES.items())
     bench.add_argument("suites", nargs="*", metavar="suite", help=f"default: all. {known}")
@@ -115,6 +123,29 @@ def _demo(options: argparse.Namespace) -> int:
     if bar is not None:
         bar.close()
     print(json.dumps(result.to_dict()) if options.json else _demo_in_words(result))
+    return 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    asked = {"device": options.device, "run_dir": options.run_dir}
+    session = Session.load(options.folder, **{name: value for name, value in asked.items() if value is not None})
+    try:
+        before, loaded = session.steps_done, session.events[-1].sentence()
+        print(loaded, file=sys.stderr)
+        if options.epochs is not None or before < session.planned_steps:
+            session.run(epochs=options.epochs)
+        accuracy = session.evaluate()["accuracy"]
+        result = {
+            "loaded": loaded, "steps_before": before, "steps": session.steps_done,
+            "frozen_layers": list(session.layers.frozen), "final_accuracy": accuracy,
+        }  # fmt: skip
+        if options.json:
+            print(json.dumps(result))
+        else:
+            shown = "" if accuracy is None else f", validation accuracy {percent(accuracy)}"
+            print(f"{session.steps_done - before:,} steps, now {session.steps_done:,}{shown}\n\n{session.layers!r}")
+    finally:
+        session.close()
     return 0
 
 

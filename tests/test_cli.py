@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import egeria_lab as lab
 from egeria_lab.cli import main
 
 
@@ -49,6 +50,33 @@ def test_demo_freezes_by_the_rule_and_keeps_the_accuracy(demo: tuple[dict[str, A
     assert result["frozen_layers"]
     assert abs(result["final_accuracy"] - result["baseline_accuracy"]) <= 0.01
     assert 0 < result["flops_saved_fraction"] < 1
+
+
+def test_resume_goes_on_with_a_run(tmp_path: Path) -> None:
+    whole = lab.Session("mlp", "digits", epochs=2, batch_size=64, seed=4)
+    whole.step(46)
+    session = lab.Session("mlp", "digits", epochs=2, batch_size=64, seed=4, run_dir=tmp_path / "run")
+    session.step(20)
+    session.close()
+    done = run("resume", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["steps_before"], result["steps"]) == (20, 46)
+    assert result["final_accuracy"] == whole.evaluate()["accuracy"]
+    done = run("resume", "run", "--epochs", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("23 steps, now 69, validation accuracy ")
+    assert "Loaded from run/step-000000046.ckpt" in done.stderr
+    whole.close()
+
+
+def test_resume_errors_are_one_sentence(tmp_path: Path) -> None:
+    done = run("resume", "nothing", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "egeria-lab: there is no checkpoint nothing.\n")
+    (tmp_path / "a.ckpt").write_text("rubbish")
+    done = run("resume", "a.ckpt", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("egeria-lab: a.ckpt is no checkpoint of egeria_lab.")
 
 
 def test_demo_without_baseline_and_in_words(tmp_path: Path) -> None:

@@ -436,3 +436,23 @@ def test_folder_settings_are_checked(tmp_path: Path) -> None:
         with pytest.raises(InvalidSettingError, match="must be"):
             digits(run_dir=tmp_path, freeze=None, **options)
     RunFolder(tmp_path).close()  # not locked by those that failed
+
+
+def test_a_closed_session_is_not_saved(tmp_path: Path) -> None:
+    session = digits()
+    session.step(3)
+    session.close()
+    for call in (lambda: session.save(tmp_path / "a.ckpt"), session.fork, session.undo):
+        with pytest.raises(InvalidSettingError, match="this session is closed"):
+            call()
+    assert session.export().state_dict
+
+
+def test_commands_that_wait_are_saved_too(tmp_path: Path) -> None:
+    session = digits(freeze=None, epochs=50)
+    session.start()
+    session.pin("layers.0")
+    again = lab.Session.load(session.save(tmp_path / "a.ckpt"))
+    assert again.layers["layers.0"].pinned
+    session.close()
+    again.close()

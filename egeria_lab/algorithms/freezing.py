@@ -11,6 +11,8 @@ optimizer state (moments, step)    parked by name, given back on thaw (or moved 
 parameter order in its group       restored on thaw
 the user's own ``.eval()``         respected: thaw gives back the mode found at the freeze
 =================================  =============================================================
+
+The file is one piece because freezing, thawing and saving what is frozen are one list of things, read three times.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Egeria (EuroSys 2023), section 4.1: a quantised snapshot of the training model, run on the CPU. Each layer module
 is quantised separately, so that its output is plain float32 and can be captured, and only the layers up to
 the one wanted are run. What cannot be quantised stays float32 and says why.
+
+The file is one piece because planning, converting and restoring a snapshot must agree on every part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plasticity readings off the training thread: one daemon thread converts, calibrates and compares.
 
 Repeatability: work is done in the order in which it was given, by one thread with one core, on copies that
-were made when it was given. A slow worker gives the same numbers later.
+were made when it was given. A slow worker gives the same numbers later. The file is one piece because both sides
+of the two threads have to be read together.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ class ReferenceWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """The snapshot and the readings that are under way: plain values and tensors. Waits for the worker."""
+        self._check_open()
         self._bench.give(lambda: None).done.wait()  # it works in order: behind this nothing is left to do
         readings = [
             {"values": job.result, "generation": generation, "error": None if job.error is None else str(job.error)}
@@ -196,6 +198,7 @@ class ReferenceWorker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on against the very snapshot of `state_dict`, with its readings to be collected."""
+        self._check_open()
         self._outstanding.clear()
         job = self._bench.give(lambda: self._snapshots.put_back(state["reference"], state["fit"]))
         job.done.wait()
@@ -213,9 +216,12 @@ class ReferenceWorker:
         self._bench.close()
         self._outstanding.clear()
 
-    def _give(self, work: Callable[[], Any]) -> Job:
+    def _check_open(self) -> None:
         if self._bench.closed:
             raise LayerError("the reference worker is closed; build a new one.")
+
+    def _give(self, work: Callable[[], Any]) -> Job:
+        self._check_open()
         start = time.perf_counter()
         job = self._bench.give(work)
         self._stalled += time.perf_counter() - start

@@ -96,6 +96,8 @@ class Feed:
         self._events_read = 0
         self._words: deque[dict[str, object]] = deque(maxlen=NUM_WORDS)
         self._settings: list[dict[str, object]] | None = None
+        self._rewinds = (session.history.rewinds, session.events.rewinds)
+        self._is_anew = False
 
     @property
     def session(self) -> LiveSession:
@@ -110,6 +112,9 @@ class Feed:
     def delta(self) -> list[Part]:
         """The rows that are new since the last call; a table with too many is sent whole, thinned."""
         self.read_events()
+        if self._is_anew:
+            self._is_anew = False
+            return [self._part(table, 0) for table in self._needs]
         parts = []
         for table, sent in self._sent.items():
             count = len(self._table(table))
@@ -118,7 +123,13 @@ class Feed:
         return parts
 
     def read_events(self) -> None:
-        """Take in the events that are new since the last call."""
+        """Take in the events that are new since the last call; after an undo, all that still hold."""
+        rewinds = (self._session.history.rewinds, self._session.events.rewinds)
+        if rewinds != self._rewinds:
+            self._rewinds, self._is_anew = rewinds, True
+            self._lanes, self._events_read = Lanes(self._session.history.layer_names), 0
+            self._words.clear()
+            self._settings = None
         events = self._session.events.since(self._events_read)
         self._events_read += len(events)
         self._lanes.take(events)

@@ -30,8 +30,10 @@ def fork(session: Any, make: Callable[..., Any], **changes: Any) -> Any:
     Raises:
         InvalidSettingError: from inside a step, or when a scheduler was given ready-made, which cannot be copied.
     """
+    session._check_open()
     check_between_steps(session, "fork()")
     with session._lock:
+        session.land_commands()  # what was asked before counts for both
         state = capture(session)
         arguments = dict(session._arguments)
         if isinstance(arguments.get("scheduler"), LRScheduler):

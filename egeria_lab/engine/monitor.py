@@ -1,4 +1,7 @@
-"""Ask for a plasticity reading at intervals, feed the rule with the one asked for before, and record it."""
+"""Ask for a plasticity reading at intervals, feed the rule with the one asked for before, and record it.
+
+The file is one piece because when a reading is asked for and when its verdict lands is one timetable.
+"""
 
 from __future__ import annotations
 

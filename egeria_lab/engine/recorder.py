@@ -1,4 +1,7 @@
-"""Write down what each step did and keep the running totals that the savings ledger shows."""
+"""Write down what each step did and keep the running totals that the savings ledger shows.
+
+The file is one piece because every total is counted, shown and saved from the same fields.
+"""
 
 from __future__ import annotations
 

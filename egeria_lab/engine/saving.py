@@ -32,13 +32,17 @@ def save(session: Any, path: str | os.PathLike[str]) -> Path:
         CheckpointError: when it cannot be written; what was there before is untouched.
         InvalidSettingError: from inside a step.
     """
+    session._check_open()
     check_between_steps(session, "save()")
     start = time.perf_counter()
     target = Path(path)
-    size = write(target, _whole(session, capture(session)))
+    with session._lock:
+        session.land_commands()  # what was asked before is part of what is saved
+        state = capture(session)
+    size = write(target, _whole(session, state))
     seconds = time.perf_counter() - start
     session.events.append(
-        CheckpointSaved(step=session.steps_done, by="user", path=str(target), num_bytes=size, seconds=seconds)
+        CheckpointSaved(step=state.step, by="user", path=str(target), num_bytes=size, seconds=seconds)
     )
     return target
 

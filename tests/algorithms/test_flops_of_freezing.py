@@ -7,6 +7,7 @@ set of frozen layers as well; `count_flops` and `training_flops` must both agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, combinations
 from typing import Any
 
@@ -144,15 +145,25 @@ def made(kind: str) -> tuple[nn.Module, Tensor, LayerModules, StepFlops]:
     return model, x, found, count_flops(model, found, lambda: model(x).sum(), ROWS)
 
 
+@contextmanager
+def plain_recurrence() -> Iterator[None]:
+    """Without oneDNN, whose fused recurrent kernel shows torch's counter no product."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def really_run(model: nn.Module, x: Tensor, found: LayerModules, frozen: tuple[str, ...]) -> float:
     """FLOPs per sample by torch's counter while the frozen model is trained on one batch, as anybody would."""
     parameters = [(p, layer.name in frozen) for layer in found for p in layer.parameters]
     for parameter, is_frozen in parameters:
         parameter.requires_grad_(not is_frozen)
         parameter.grad = None
-    plain_recurrence = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)  # type: ignore[no-untyped-call]
     model.train()
-    with sdpa_kernel(SDPBackend.MATH), plain_recurrence, FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), plain_recurrence(), FlopCounterMode(display=False) as counter:
         value = model(x).sum()
         if value.requires_grad:
             value.backward()

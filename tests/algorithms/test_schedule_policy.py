@@ -84,7 +84,9 @@ def test_the_pin_that_ends_after_the_stint_freezes_nothing() -> None:
     run = Run(a=((0.1, 0.2),), head=())
     run.pinned = ["a"]
     run.at(0.1)
+    assert run.policy.is_waiting("a")
     run.at(0.2)
+    assert not run.policy.is_waiting("a")
     run.pinned = []
     assert run.at(0.3) == []
 

@@ -228,6 +228,33 @@ def test_a_late_view_and_one_that_followed_hold_the_same():
             np.testing.assert_allclose(column, second.columns[table][name], rtol=1e-6)
 
 
+def test_after_an_undo_the_page_holds_what_a_fresh_one_would():
+    session = told()
+    publisher, outlet, clock, page = greeted(session)
+    tables, events = session.history.state_dict(), session.events.state_dict()
+
+    def look():
+        clock.now += 1
+        publisher.tick()
+        page.take(*outlet.frames[-1])
+        page.acknowledge(outlet.frames[-1][0]["seq"])
+
+    more_steps(session, 30)
+    session.events.append(LayerFrozen(step=1, by="user", layer="layers.0", reason="asked for"))
+    look()
+    session.history.load_state_dict(tables)
+    session.events.load_state_dict(events)
+    more_steps(session, 5)
+    look()
+    late = greeted(session)[3]
+    assert page.count == late.count
+    for table, step in page.step.items():
+        np.testing.assert_array_equal(step, late.step[table])
+    more_steps(session, 2)
+    look()
+    assert page.count["steps"] == late.count["steps"] + 2
+
+
 def test_a_page_that_missed_a_frame_asks_and_is_made_whole():
     session = told()
     publisher, outlet, clock, page = greeted(session)
