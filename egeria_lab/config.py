@@ -7,7 +7,7 @@ gathered under the names that `Session.override` takes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -77,6 +77,21 @@ _FREEZE: dict[str, dict[str, Any]] = {
         "help": "Share of the training time that plasticity readings may take.",
     },
 }  # fmt: skip
+_SIEVE: dict[str, dict[str, Any]] = {
+    "fraction": {
+        "low": 0.01, "high": 0.9, "unit": "share of samples", "applies": "next exchange of the sieve",
+        "help": "Share of the training set that is set aside.",
+    },
+    "stop_fraction": {
+        "low": 0.0, "high": 1.0, "unit": "share of training", "applies": "next exchange of the sieve",
+        "help": "After this share of training nothing is exchanged any more.",
+    },
+    "full_after": {
+        "low": 0.0, "high": 1.0, "unit": "share of training", "applies": "next pass over the data",
+        "help": "After this share of training every sample is trained on.",
+    },
+}  # fmt: skip
+_SPECS = {"freeze": _FREEZE, "sieve": _SIEVE}
 _LEARNING_RATE: dict[str, Any] = {
     "low": 1e-5, "high": 1.0, "log_scale": True, "applies": "next step",
     "help": "Peak learning rate; the schedule keeps its shape.",
@@ -90,6 +105,7 @@ class Settings:
     Args:
         freeze: the freezing rule's settings; only those of `Plasticity` may change mid-run.
         learning_rate: peak learning rate.
+        sieve: the sieve's settings, or None.
 
     Example:
         >>> settings = Settings(Plasticity(), learning_rate=0.1)
@@ -100,16 +116,22 @@ class Settings:
         (5, 10)
     """
 
-    def __init__(self, freeze: object, learning_rate: float) -> None:
+    def __init__(self, freeze: object, learning_rate: float, sieve: object = None) -> None:
         self.freeze = freeze if isinstance(freeze, Plasticity) else None
+        self.sieve = sieve
         self.learning_rate = learning_rate
         self.per_layer: dict[tuple[str, str], float] = {}
         self._start = (self.freeze, learning_rate)
+        self._sieve_at_start = sieve
 
     def names(self) -> list[str]:
         """Names of all settings that may change mid-run."""
-        freeze = [f"freeze.{name}" for name in _FREEZE] if self.freeze is not None else []
-        return [*freeze, LEARNING_RATE]
+        owned = ((prefix, name) for prefix, spec in _SPECS.items() for name in spec)
+        return [*(f"{prefix}.{name}" for prefix, name in owned if hasattr(self.owner(prefix), name)), LEARNING_RATE]
+
+    def owner(self, prefix: str) -> object:
+        """The settings object behind a prefix, as it is now."""
+        return {"freeze": self.freeze, "sieve": self.sieve}.get(prefix)
 
     def value(self, name: str, layer: str | None = None) -> Scalar:
         """What holds now, for one layer or for all.
@@ -120,12 +142,13 @@ class Settings:
         self._check_name(name)
         if layer is not None and (name, layer) in self.per_layer:
             return self.per_layer[name, layer]
-        return self._read(name, (self.freeze, self.learning_rate))
+        return self._read(name, self.learning_rate, self.owner)
 
     def default(self, name: str) -> Scalar:
         """What the session started with."""
         self._check_name(name)
-        return self._read(name, self._start)
+        owners = {"freeze": self._start[0], "sieve": self._sieve_at_start}
+        return self._read(name, self._start[1], owners.get)
 
     def check(self, name: str, value: object, layer: str | None = None) -> None:
         """Raise the error that `change` would raise, and change nothing.
@@ -139,7 +162,7 @@ class Settings:
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise InvalidSettingError(f"{name} must be a number > 0, got {value!r}.")
         else:
-            self._replaced(name, value)
+            self.replaced(name, value)
 
     def check_scope(self, name: str, layer: str | None) -> None:
         """Raise unless there is such a setting, and one layer can have its own value of it if one is named.
@@ -149,7 +172,7 @@ class Settings:
             InvalidSettingError: when the setting is not one a layer can have.
         """
         self._check_name(name)
-        if layer is not None and not _FREEZE.get(name.removeprefix("freeze."), {}).get("per_layer", False):
+        if layer is not None and not _spec(name).get("per_layer", False):
             per_layer = ", ".join(f"freeze.{key}" for key, spec in _FREEZE.items() if spec.get("per_layer"))
             raise InvalidSettingError(
                 f"{name} holds for all layers and cannot be set for {layer}; one layer can have {per_layer}."
@@ -162,8 +185,10 @@ class Settings:
             self.per_layer[name, layer] = float(value)
         elif name == LEARNING_RATE:
             self.learning_rate = float(value)
+        elif name.startswith("sieve."):
+            self.sieve = self.replaced(name, value)
         else:
-            self.freeze = self._replaced(name, value)
+            self.freeze = self.replaced(name, value)
 
     def forget(self, name: str, layer: str) -> None:
         """Let a layer follow the value for all layers again."""
@@ -173,6 +198,7 @@ class Settings:
         """What holds now and what held at the start, as plain values; functions of the user stay out."""
         return {
             "freeze": _plain_fields(self.freeze),
+            "sieve": [_plain_fields(self.sieve), _plain_fields(self._sieve_at_start)],
             "learning_rate": self.learning_rate,
             "per_layer": [[name, layer, value] for (name, layer), value in self.per_layer.items()],
             "start": [_plain_fields(self._start[0]), self._start[1]],
@@ -183,6 +209,10 @@ class Settings:
         if self.freeze is not None and state["freeze"] is not None and self._start[0] is not None:
             self.freeze = replace(self.freeze, **state["freeze"])
             self._start = (replace(self._start[0], **state["start"][0]), state["start"][1])
+        now, start = state.get("sieve", (None, None))
+        if self.sieve is not None and now is not None:
+            sieve, at_start = self.sieve, self._sieve_at_start
+            self.sieve, self._sieve_at_start = replace(sieve, **now), replace(at_start, **start)  # type: ignore[type-var]
         self._start = (self._start[0], state["start"][1])
         self.learning_rate = state["learning_rate"]
         self.per_layer = {(name, layer): value for name, layer, value in state["per_layer"]}
@@ -191,12 +221,15 @@ class Settings:
         """Every setting with its present value and range."""
         result = []
         for name in self.names():
-            spec = _LEARNING_RATE if name == LEARNING_RATE else _FREEZE[name.removeprefix("freeze.")]
-            result.append(Setting(name=name, value=self.value(name), default=self.default(name), **spec))
+            result.append(Setting(name=name, value=self.value(name), default=self.default(name), **_spec(name)))
         return result
 
     def _check_name(self, name: str) -> None:
         if name not in self.names():
+            if name.startswith("sieve.") and self.sieve is None:
+                raise InvalidSettingError(
+                    f"{name} belongs to a sieve, and this session has none; build it with sieve=lab.CirculantSieve()."
+                )
             if name.startswith("freeze.") and self.freeze is None:
                 raise InvalidSettingError(
                     f"{name} belongs to the plasticity rule, and this session has another one or none; "
@@ -204,20 +237,31 @@ class Settings:
                 )
             raise unknown_name("setting", name, self.names())
 
-    def _read(self, name: str, source: tuple[Plasticity | None, float]) -> Scalar:
-        value: Scalar = source[1] if name == LEARNING_RATE else getattr(source[0], name.removeprefix("freeze."))
+    def _read(self, name: str, learning_rate: float, owner: Callable[[str], object]) -> Scalar:
+        prefix, field = name.split(".", 1)
+        value: Scalar = learning_rate if name == LEARNING_RATE else getattr(owner(prefix), field)
         return value
 
-    def _replaced(self, name: str, value: Any) -> Plasticity:
-        assert self.freeze is not None
-        field = name.removeprefix("freeze.")
-        kinds = {f.name: f.type for f in fields(Plasticity)}
+    def replaced(self, name: str, value: Any) -> Any:
+        """The settings object that owns `name`, with another value; what is set now stays as it is.
+
+        Raises:
+            InvalidSettingError: when the value is out of range.
+        """
+        prefix, field = name.split(".", 1)
+        owner: Any = self.owner(prefix)
+        kinds = {f.name: f.type for f in fields(owner)}
         if kinds[field] == "int" and isinstance(value, float) and value.is_integer():
             value = int(value)  # a slider sends 10.0 for 10
-        return replace(self.freeze, **{field: value})
+        return replace(owner, **{field: value})
 
 
-def _plain_fields(settings: Plasticity | None) -> dict[str, Scalar] | None:
+def _spec(name: str) -> dict[str, Any]:
+    prefix, field = name.split(".", 1)
+    return _LEARNING_RATE if name == LEARNING_RATE else _SPECS[prefix][field]
+
+
+def _plain_fields(settings: Any) -> dict[str, Scalar] | None:
     if settings is None:
         return None
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}

@@ -87,6 +87,10 @@ class Session:
         cache: keep the outputs of the frozen front, so that its forward pass is skipped too, or None.
         augment: `Augment` or `Replayable`: augmentations that can be replayed, for training batches.
         deterministic: deterministic algorithms on a GPU, and no load gate for readings.
+        run_dir: directory to save into while training: checkpoints, and a journal of everything between them.
+        save_every_steps, save_every_minutes: how often, or None; the end of the plan and `close` are saved as well.
+        keep_checkpoints: how many stay.
+        undo_bytes: memory for `undo`, 0 for none.
 
     Raises:
         UnknownNameError, InvalidSettingError, DataError, LayerError: before anything is trained.
@@ -178,7 +182,7 @@ class Session:
         )  # fmt: skip
         self.cache = self._make_cache(cache)
         self.schedule = self._make_schedule(scheduler, scheduler_every)
-        self.settings_book = Settings(freeze, self.schedule.peak_rate)
+        self.settings_book = Settings(freeze, self.schedule.peak_rate, sieve)
         self._steering = self._make_steering(park_state)
         self._runner = Runner(self)
         self._lock = threading.RLock()
@@ -628,6 +632,7 @@ class Session:
             self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, self.rule
         )
         steering.handle(c.Extend, self._land_extend)
+        steering.owners["sieve"] = self.sieve.change
         steering.handle(c.Discard, self._land_on_samples(self.sieve.discard))
         steering.handle(c.Restore, self._land_on_samples(self.sieve.restore))
         if self.sparse is not None:
@@ -664,9 +669,7 @@ class Session:
         return SettingChanged(step=step, by=command.by, name="planned_steps", old=old, new=new)
 
 
-def replay(
-    path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any
-) -> replaying.Replay:
+def replay(path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any) -> replaying.Replay:
     """Do a recorded run again from seed, arguments and commands, and compare every loss and every event.
 
     Args:

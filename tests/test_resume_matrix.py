@@ -72,7 +72,7 @@ def test_every_combination_resumes_to_the_bit(tmp_path: Path, optimizer: str) ->
     for kind, options in KINDS.items():
         for scheduler in ("cosine", "step", *OWN):
             session = lab.Session(
-                "mlp", "digits", batch_size=64, epochs=4, optimizer=optimizer, lr=0.02 if optimizer == "sgd" else None,
+                "mlp", "digits", batch_size=64, epochs=6, optimizer=optimizer, lr=0.02 if optimizer == "sgd" else None,
                 scheduler=OWN.get(scheduler, scheduler), seed=2, **options,
             )  # fmt: skip
             drive(session, kind, FIRST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -456,3 +457,55 @@ def test_commands_that_wait_are_saved_too(tmp_path: Path) -> None:
     assert again.layers["layers.0"].pinned
     session.close()
     again.close()
+
+
+KILLED = """
+import sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[2])
+import egeria_lab as lab
+if sys.argv[3] == "new":
+    rule = lab.Plasticity(interval_steps=2, window=3, patience=2, tolerance=1.2, bootstrap_change=5.0)
+    session = lab.Session("mlp", "digits", batch_size=64, epochs=20, lr=0.05, scheduler="step", seed=1, freeze=rule,
+                          run_dir=sys.argv[1], save_every_steps=2)
+else:
+    session = lab.Session.load(sys.argv[1], save_every_steps=2)
+print("go", flush=True)
+session.run(progress=False)
+session.close()
+"""
+
+
+def test_killed_again_and_again_it_comes_to_the_same_end(tmp_path: Path) -> None:
+    whole = digits(
+        epochs=20, freeze=lab.Plasticity(interval_steps=2, window=3, patience=2, tolerance=1.2, bootstrap_change=5.0)
+    )
+    whole.step(whole.planned_steps)
+    draw, how, done = random.Random(0), "new", 0
+    for _ in range(5):
+        code = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(Path.cwd()), how]
+        process = subprocess.Popen(code, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        while how == "new" and not checkpoints(tmp_path / "run"):
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.5)
+        process.kill()
+        process.wait()
+        _, tree, notes = latest(tmp_path / "run")
+        assert not notes, "a half file was taken for whole"
+        assert tree["state"]["step"] >= done
+        done, how = tree["state"]["step"], "old"
+        history, events = recover(tmp_path / "run" / NAME)
+        steps = history.steps["step"].tolist()
+        assert steps == list(range(1, len(steps) + 1))
+        losses = whole.history["steps"]["loss"].tolist()
+        assert history.steps["loss"].tolist() == losses[: len(steps)]
+        assert events
+    assert done > 0
+    again = lab.Session.load(tmp_path / "run")
+    again.run(progress=False)
+    assert again.history["steps"]["loss"].tolist() == whole.history["steps"]["loss"].tolist()
+    assert equal(again.model, whole.model)
+    again.close()
+    whole.close()

@@ -41,9 +41,7 @@ def pick(scores: Tensor | None, candidates: Tensor, count: int, generator: Gener
     if scores is not None:
         values = torch.nan_to_num(scores[places], nan=float("inf")) * (1 if highest else -1)
         limit = torch.topk(values, count).values[-1]
-        sure = values > limit
-        equal = (values == limit).nonzero()[: count - int(sure.sum()), 0]
-        places = torch.cat([places[sure], places[equal]])
+        places = torch.cat([places[values > limit], places[values == limit]])  # as many equal ones as are missing
     chosen[places[:count]] = True
     return chosen
 

@@ -170,8 +170,11 @@ class LearningRateFeed:
         return self._steps[self._position] if self._position < len(self._steps) else None
 
     def show_up_to(self, step: int) -> None:
-        """Show what lies behind at the first freeze, as if from the start; nothing was frozen, so nothing thaws."""
-        self._policy.observe(0.0, -1.0, ())  # below any rate: the first real one begins a new rise
+        """Show what lies behind at the first freeze; nothing was frozen, so nothing thaws.
+
+        What the rule remembers of rates seen meanwhile does no harm: to go back to the first one is a rise, or
+        the rates rise on the way from there, and a rise makes it forget.
+        """
         while (upcoming := self.next_step) is not None and upcoming <= step:
             self.show(upcoming, ())
 

@@ -49,7 +49,10 @@ def built_once(name: str, recipe: str, sources: Sequence[Path], build: Callable[
         build: makes the arrays.
 
     Example:
-        >>> built_once("ones", "1", [], lambda: {"a": np.ones(2)})["a"]
+        >>> from tempfile import TemporaryDirectory
+        >>> from unittest.mock import patch
+        >>> with TemporaryDirectory() as folder, patch.dict(os.environ, {CACHE_FOLDER: folder}):
+        ...     built_once("ones", "1", [], lambda: {"a": np.ones(2)})["a"]
         array([1., 1.])
     """
     key = hashlib.sha256(recipe.encode())

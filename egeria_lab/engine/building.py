@@ -20,6 +20,7 @@ from egeria_lab.config import derive_seed
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data
 from egeria_lab.data.replay_check import is_replayable
+from egeria_lab.data.token_data import TokenData
 from egeria_lab.errors import DataError, InvalidSettingError, LayerError, require, unknown_name
 
 SPARSITIES = (MEST, SET, RigL, StaticSparsity)
@@ -116,6 +117,7 @@ def build_model(model: nn.Module | str, data: Data, seed: int) -> nn.Module:
             f"a model by name ({model!r}) needs to know the shape and classes of the data; give lab.Data(…) "
             "with input_shape and num_classes, or build the model yourself with lab.models.build."
         )
+    options = data.model_options(model) if isinstance(data, TokenData) else {}
     return models.build(
-        model, input_shape=input_shape, num_classes=num_classes, seed=derive_seed(seed, "model") % 2**31
+        model, input_shape=input_shape, num_classes=num_classes, seed=derive_seed(seed, "model") % 2**31, **options
     )

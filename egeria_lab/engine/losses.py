@@ -12,6 +12,10 @@ from egeria_lab.data.loaders import Batch
 from egeria_lab.errors import DataError
 
 
+IGNORED = -100
+"""Label of positions that do not count, as in torch's own cross-entropy."""
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy per sample; class scores lie in dimension 1, or last for sequences of tokens.
 
@@ -22,7 +26,12 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.dim() == targets.dim() + 1 and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
         outputs = outputs.movedim(-1, 1)
     losses = F.cross_entropy(outputs, targets, reduction="none")
-    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+    if losses.dim() == 1:
+        return losses
+    if targets.is_floating_point():
+        return losses.flatten(1).mean(1)
+    counted = (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
+    return losses.flatten(1).sum(1) / counted  # padded positions cost nothing, and make no row weigh less
 
 
 def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
@@ -57,7 +66,7 @@ def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
         )
     token_scores = outputs.dim() == targets.dim() + 1 and outputs.dim() > 2
     classes = outputs.shape[-1] if token_scores and outputs.shape[:-1] == targets.shape else outputs.shape[1]
-    wrong = ((targets < 0) | (targets >= classes)) & (targets != -100)
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != IGNORED)
     if not bool(wrong.any()):
         return
     row = int(wrong.flatten(1).any(1).nonzero()[0]) if wrong.dim() > 1 else int(wrong.nonzero()[0])
@@ -76,6 +85,6 @@ def accuracy_of(outputs: Any, targets: Any) -> float | None:
             outputs = outputs.movedim(-1, 1)
         if outputs.dim() != targets.dim() + 1:
             return None
-        counted = targets != -100
+        counted = targets != IGNORED
         right = (outputs.argmax(1) == targets) & counted
         return float(right.sum()) / max(1, int(counted.sum()))

@@ -100,11 +100,12 @@ def check_between_steps(session: Any, what: str) -> None:
 def parts_of(session: Any) -> dict[str, Stateful]:
     """Everybody in a session who has state, by name, in the order in which it is put back.
 
-    What is frozen comes first, then the weights (see `_restore`), then masks, then what is kept of the data, then
-    the place in it. A session may have more than those here: ``session.parts`` (name → part).
+    What is frozen comes first, then weights and optimizer (see `_restore`), settings, masks, what is kept of the
+    data, then the place in it. A session may have more than those here: ``session.parts`` (name → part).
     """
     known: dict[str, Stateful | None] = {
         "freezer": session._steering.freezer,
+        "settings": session.settings_book,
         **getattr(session, "parts", {}),
         "masks": session.sparse,
         "sieve": session.sieve,
@@ -114,7 +115,6 @@ def parts_of(session: Any) -> dict[str, Stateful]:
         "trainer": session.trainer,
         "schedule": session.schedule,
         "board": session.layers,
-        "settings": session.settings_book,
         "recorder": session.recorder,
         "cache": session.cache,
         "history": session.history,
@@ -177,10 +177,11 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool) -> list[str]
         if name == "freezer":  # what is frozen decides who is in the optimizer
             _load_model(session.model, tree["model"])
             notes += load_optimizer_state(session.model, session.optimizer, tree["optimizer"])
+        elif name == "settings":
+            _hand_out_settings(session)
     notes += [f"There is no {name} here: what it had saved is left out." for name in states if name not in parts]
     if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
         _keep_peak(session, peak)
-    _tie_settings(session)
     session._steps_done, session._graphs = tree["step"], tree["graphs"]
     return notes
 
@@ -193,8 +194,11 @@ def _keep_peak(session: Any, peak: float) -> None:
     session.settings_book.learning_rate = peak
 
 
-def _tie_settings(session: Any) -> None:
-    """The policy reads the settings from the book."""
+def _hand_out_settings(session: Any) -> None:
+    """Rule and sieve go by the settings in the book."""
+    sieve = session.settings_book.sieve
+    if sieve is not None and sieve != session.sieve.settings:
+        session.sieve.change(sieve)
     if session.policy is not None and session.settings_book.freeze is not None:
         session.policy.settings = session.settings_book.freeze
 

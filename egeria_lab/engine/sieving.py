@@ -192,6 +192,15 @@ class SessionSieve:
         per_step = settings.full_after / short + (1 - settings.full_after) / full_steps
         return max(1, round((epochs - 1 + full_steps / short) / per_step))
 
+    def change(self, settings: Any) -> None:
+        """Go on with other settings of the same kind, from the next exchange on.
+
+        Raises:
+            InvalidSettingError: when they do not fit the data.
+        """
+        self._sieve.change(settings)
+        self.settings = settings
+
     # --- by hand ---------------------------------------------------------------------------------------
 
     def discard(self, command: c.Discard, step: int, number: int, position: int) -> Event:

@@ -37,6 +37,11 @@ class Steering:
         schedule: the learning-rate schedule.
         events: where events go.
         rule: told about every change of the frozen set.
+
+    Attributes:
+        owners: prefix → who takes other settings, where it is not the freezing rule; may refuse them.
+        on_freezing: told layer and step right before a layer freezes.
+        on_thawed: told the layer right after it was thawed.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Steering:
         self.schedule = schedule
         self.events = events
         self.rule = rule
+        self.owners: dict[str, Callable[[Any], None]] = {}
         self.on_freezing: list[Callable[[str, int], None]] = []
         self.on_thawed: list[Callable[[str], None]] = []
         self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
@@ -181,8 +187,7 @@ class Steering:
         if has_own and old == command.value:
             where = f" for {command.layer}" if command.layer is not None else ""
             return _nothing(command, step, f"{command.name}{where} is {old} already")
-        self.settings.change(command.name, command.value, command.layer)
-        self._apply_settings(command.name, command.layer, old)
+        self._change(command.name, command.value, command.layer, old)
         new = self.settings.value(command.name, command.layer)
         return SettingChanged(step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer)
 
@@ -198,17 +203,23 @@ class Steering:
         else:
             if old == self.settings.default(command.name):
                 return _nothing(command, step, f"{command.name} is {old} already, as at the start")
-            self.settings.change(command.name, self.settings.default(command.name))
-            self._apply_settings(command.name, None, old)
+            self._change(command.name, self.settings.default(command.name), None, old)
         new = self.settings.value(command.name, command.layer)
         return SettingChanged(step=step, by=command.by, name=command.name, old=old, new=new, layer=command.layer)
+
+    def _change(self, name: str, value: Any, layer: str | None, old: Any) -> None:
+        owner = name.split(".", 1)[0]
+        if owner in self.owners:  # may refuse, and then nothing is changed
+            self.owners[owner](self.settings.replaced(name, value))
+        self.settings.change(name, value, layer)
+        self._apply_settings(name, layer, old)
 
     def _apply_settings(self, name: str, layer: str | None, old: Any) -> None:
         if name == LEARNING_RATE:
             self.schedule.scale(self.settings.learning_rate / float(old))
-        elif self.policy is not None and layer is not None:
+        elif name.startswith("freeze.") and self.policy is not None and layer is not None:
             self.policy.set_tolerance(layer, self.settings.per_layer[name, layer])
-        elif self.policy is not None and self.settings.freeze is not None:
+        elif name.startswith("freeze.") and self.policy is not None and self.settings.freeze is not None:
             self.policy.settings = self.settings.freeze
 
 

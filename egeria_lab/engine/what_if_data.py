@@ -112,10 +112,10 @@ def recorded_run(
             "what_if replays plasticity, and this session records none; build it with freeze=lab.Plasticity(…), "
             "with tolerance=0 to record without freezing."
         )
-    steps = history.steps.rows()  # first: what is written later may be more, never less, than goes with them
+    # In this order: of what goes with a row that was taken first, nothing is missing in what is taken later.
+    steps, readings, epochs = history.steps.rows(), history.plasticity.rows(), history.epochs.rows()
     happened = list(events)
-    reading_steps, snapshot_steps, values = _readings(history, happened)
-    epochs = history.epochs.rows()
+    reading_steps, snapshot_steps, values = _readings(readings, len(history.layer_names), happened)
     return RecordedRun(
         layers=history.layer_names,
         settings=_at_the_start(settings, settings.freeze),
@@ -134,12 +134,13 @@ def recorded_run(
     )
 
 
-def _readings(history: History, happened: Sequence[Event]) -> tuple[list[int], list[int], list[array[float]]]:
+def _readings(
+    rows: Mapping[str, Array], num_layers: int, happened: Sequence[Event]
+) -> tuple[list[int], list[int], list[array[float]]]:
     """Rows of one reading stand together; spread them out to one column a layer."""
-    rows = history.plasticity.rows()
     steps, generations = rows["step"], rows["generation"]
     is_first = np.concatenate([[True], steps[1:] != steps[:-1]]) if len(steps) else np.zeros(0, bool)
-    matrix = np.full((len(history.layer_names), int(is_first.sum())), np.nan)
+    matrix = np.full((num_layers, int(is_first.sum())), np.nan)
     matrix[rows["layer"].astype(np.int32), np.cumsum(is_first, dtype=np.int32) - 1] = rows["value"]
     taken = {event.generation: event.step for event in happened if isinstance(event, ReferenceRefreshed)}
     reading_steps = [int(step) for step in steps[is_first]]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from egeria_lab.algorithms.activations import capture
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.errors import DataError, InvalidSettingError, is_whole, require, unknown_name
-from egeria_lab.interpret.methods import BY_NAME, Case
+from egeria_lab.interpret.methods import BY_NAME, PATH_METHODS, Case
 from egeria_lab.interpret.no_trace import leaving_no_trace
 from egeria_lab.interpret.records import Attribution, LayerAttribution
 from egeria_lab.interpret.scores import Forward, Scores, Targets, target_classes
@@ -89,7 +89,7 @@ def attribute(
         with torch.no_grad():
             classes = target_classes(scores.outputs(x, inputs), targets, len(inputs))
         case = Case(scores, x, below, classes, inputs, n_steps)
-        maps, delta = BY_NAME[method](case, chosen)
+        maps = BY_NAME[method](case, chosen)
         conductances = case.conductances(modules)
         change = case.score_change()
     return Attribution(
@@ -98,8 +98,8 @@ def attribute(
         maps=_kept(maps),
         inputs=inputs.cpu(),
         targets=classes.cpu(),
-        delta=None if delta is None else _kept(delta),
-        score_change=change,
+        delta=_kept(maps.flatten(1).sum(1) - change) if method in PATH_METHODS else None,
+        score_change=float(change.mean()),
         layers=tuple(_row(name, states[name], conductances.get(name)) for name in modules),
     )
 

@@ -54,64 +54,66 @@ class Case:
             return {}
         return layer_conductances(self.scores, modules, self.x, self.baseline, self.extra, self.n_steps)
 
-    def score_change(self) -> float:
+    def score_change(self) -> Tensor:
+        """Of each sample, from the baseline to the inputs: what the maps of a path method should add up to."""
         with torch.no_grad():
-            change = self.scores(self.x, *self.extra) - self.scores(self.baseline, *self.extra)
-        return float(change.mean())
+            return self.scores(self.x, *self.extra) - self.scores(self.baseline, *self.extra)
 
 
-Found = tuple[Tensor, Tensor | None]
+PATH_METHODS = ("integrated_gradients", "gradient_shap", "layer_conductance")
+"""Those whose maps should add up to the change of the score."""
 
 
-def _integrated_gradients(case: Case, _layer: nn.Module | None) -> Found:
-    maps, delta = IntegratedGradients(case.scores).attribute(
+def _integrated_gradients(case: Case, _layer: nn.Module | None) -> Tensor:
+    maps: Tensor = IntegratedGradients(case.scores).attribute(
         case.leaf(), case.baseline, additional_forward_args=case.extra, n_steps=case.n_steps,
-        internal_batch_size=case.rows(), return_convergence_delta=True,
+        internal_batch_size=case.rows(),
     )  # fmt: skip
-    return maps, delta
+    return maps
 
 
-def _saliency(case: Case, _layer: nn.Module | None) -> Found:
-    return Saliency(case.scores).attribute(case.leaf(), additional_forward_args=case.extra), None
+def _saliency(case: Case, _layer: nn.Module | None) -> Tensor:
+    maps: Tensor = Saliency(case.scores).attribute(case.leaf(), additional_forward_args=case.extra)
+    return maps
 
 
-def _input_x_gradient(case: Case, _layer: nn.Module | None) -> Found:
-    return InputXGradient(case.scores).attribute(case.leaf(), additional_forward_args=case.extra), None
+def _input_x_gradient(case: Case, _layer: nn.Module | None) -> Tensor:
+    maps: Tensor = InputXGradient(case.scores).attribute(case.leaf(), additional_forward_args=case.extra)
+    return maps
 
 
-def _gradient_shap(case: Case, _layer: nn.Module | None) -> Found:
+def _gradient_shap(case: Case, _layer: nn.Module | None) -> Tensor:
     noise = SHAP_NOISE * float(case.x.std(correction=0))
-    maps, delta = GradientShap(case.scores).attribute(
-        case.leaf(), case.baseline, n_samples=SHAP_SAMPLES, stdevs=noise, additional_forward_args=case.extra,
-        return_convergence_delta=True,
-    )  # fmt: skip
-    return maps, delta.reshape(len(case.x), SHAP_SAMPLES).mean(1)
+    maps: Tensor = GradientShap(case.scores).attribute(
+        case.leaf(), case.baseline, n_samples=SHAP_SAMPLES, stdevs=noise, additional_forward_args=case.extra
+    )
+    return maps
 
 
-def _occlusion(case: Case, _layer: nn.Module | None) -> Found:
+def _occlusion(case: Case, _layer: nn.Module | None) -> Tensor:
     channels, *sides = case.x.shape[1:]
     window = (channels, *(max(1, side // 7) for side in sides))
     strides = (channels, *(max(1, side // 2) for side in window[1:]))
-    maps = Occlusion(case.scores).attribute(
+    maps: Tensor = Occlusion(case.scores).attribute(
         case.x, window, strides, case.baseline, additional_forward_args=case.extra,
         perturbations_per_eval=max(1, MOST_ROWS // len(case.x)),
     )  # fmt: skip
-    return maps, None
+    return maps
 
 
-def _layer_conductance(case: Case, layer: nn.Module | None) -> Found:
-    maps, delta = LayerConductance(case.scores, layer).attribute(
+def _layer_conductance(case: Case, layer: nn.Module | None) -> Tensor:
+    maps = LayerConductance(case.scores, layer).attribute(
         case.leaf(), case.baseline, additional_forward_args=case.extra, n_steps=case.n_steps,
-        method="riemann_trapezoid", internal_batch_size=case.rows(), return_convergence_delta=True,
+        method="riemann_trapezoid", internal_batch_size=case.rows(),
     )  # fmt: skip
-    return _one(maps), delta
+    return _one(maps)
 
 
-def _layer_activation(case: Case, layer: nn.Module | None) -> Found:
-    return _one(LayerActivation(case.scores, layer).attribute(case.x, additional_forward_args=case.extra)), None
+def _layer_activation(case: Case, layer: nn.Module | None) -> Tensor:
+    return _one(LayerActivation(case.scores, layer).attribute(case.x, additional_forward_args=case.extra))
 
 
-def _layer_gradcam(case: Case, layer: nn.Module | None) -> Found:
+def _layer_gradcam(case: Case, layer: nn.Module | None) -> Tensor:
     assert layer is not None
     with capture({"": layer}) as outputs, torch.no_grad():
         case.scores(case.x, *case.extra)
@@ -124,10 +126,10 @@ def _layer_gradcam(case: Case, layer: nn.Module | None) -> Found:
     cam = LayerGradCam(case.scores, layer).attribute(
         case.leaf(), additional_forward_args=case.extra, relu_attributions=True
     )
-    return _one(cam), None
+    return _one(cam)
 
 
-BY_NAME: dict[str, Callable[[Case, nn.Module | None], Found]] = {
+BY_NAME: dict[str, Callable[[Case, nn.Module | None], Tensor]] = {
     "integrated_gradients": _integrated_gradients,
     "saliency": _saliency,
     "input_x_gradient": _input_x_gradient,

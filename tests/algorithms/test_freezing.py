@@ -497,3 +497,49 @@ def test_thaw_gives_parameters_back_that_moved_to_another_group_order(tmp_path: 
     fresh = Adam(twin.parameters())
     fresh.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     assert train(model, optimizer, range(6, 9)) == train(twin, fresh, range(6, 9))
+
+
+def test_a_state_goes_into_another_freezer_of_the_same_model_and_back() -> None:
+    """Freezing resumes in anybody's loop: names, not positions."""
+    for park in ("keep", "cpu", "drop"):
+        runs = []
+        for resumed in (False, True):
+            model = net(dropout=0.2, seed=1)
+            optimizer = Adam(model.parameters(), lr=0.01)
+            freezer = Freezer(model, parts(model), optimizer, park_state=park)
+            for number in range(12):
+                if number == 3:
+                    freezer.freeze("0")
+                if number == 6 and resumed:
+                    state = freezer.state_dict()
+                    saved = {
+                        name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state
+                    }
+                    freezer.close()
+                    freezer = Freezer(model, parts(model), optimizer, park_state=park)
+                    freezer.freeze("1")  # frozen elsewhere: the state wins
+                    freezer.load_state_dict(state)
+                    assert freezer.frozen == ("0",)
+                    for name, parameter in model.named_parameters():
+                        optimizer.state.pop(parameter, None)
+                        if name in saved:
+                            optimizer.state[parameter] = saved[name]
+                if number == 9:
+                    freezer.thaw("0")
+                torch.manual_seed(number)
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+            runs.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    model = net()
+    freezer = Freezer(model, parts(model))
+    freezer.freeze("0")
+    state = freezer.state_dict()
+    for change in ({"layer": "nothing"}, {"trainable": ["9.weight"]}, {"training": {"9": True}}):
+        with pytest.raises(LayerError):
+            freezer.load_state_dict({"parked": [{**state["parked"][0], **change}]})
+        assert freezer.frozen == ()

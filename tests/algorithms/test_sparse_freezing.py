@@ -234,6 +234,23 @@ def test_locks_and_their_masks_are_saved() -> None:
     assert torch.equal(fresh.masks["0.0.weight"], state["masks"]["0.0.weight"])  # a state is a copy
 
 
+def test_a_state_may_be_loaded_twice() -> None:
+    """Whoever takes it over works on copies: what-if runs start from one state."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    settings = MEST(sparsity=0.8, soft_bound=False, interval_steps=50)
+    sparse = SparseTraining(model, settings, optimizer=optimizer)
+    train(sparse, optimizer, 1, 2)
+    state = sparse.state_dict()
+    sums = {name: total.clone() for name, total in state["gradient_sums"].items()}
+    other = net()
+    other.load_state_dict(model.state_dict())
+    again = SGD(other.parameters(), lr=0.1)
+    train(SparseTraining(other, settings, optimizer=again, state=state), again, 3, 4)
+    assert sums
+    assert all(torch.equal(total, state["gradient_sums"][name]) for name, total in sums.items())
+
+
 def test_saved_masks_decide_which_weights_are_masked() -> None:
     """A model that comes back with frozen layers still has their masks."""
     model = net()

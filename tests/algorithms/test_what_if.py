@@ -19,6 +19,7 @@ from egeria_lab.algorithms.thaw_rules import LearningRates
 from egeria_lab.algorithms.what_if import what_if
 from egeria_lab.algorithms.what_if_feed import LearningRateFeed, telling_steps
 from egeria_lab.algorithms.what_if_record import Act, RecordedRun, WhatIf
+from egeria_lab.algorithms.what_if_replay import Replay
 from egeria_lab.errors import InvalidSettingError, UnknownNameError
 
 NAMES = ("a", "b", "c", "d", "head")
@@ -212,10 +213,11 @@ HAND = (
     Act(step=60, action="set", name="tolerance", value=0.5, by="user"),
     Act(step=60, action="set", name="tolerance", layer="b", value=1.5, by="dashboard"),
     Act(step=63, action="pin", layer="b", by="user"),
+    Act(step=80, action="freeze", layer="d", by="user", reason="asked for"),
     Act(step=100, action="unpin", layer="b", by="user"),
+    Act(step=104, action="thaw", layer="d", by="user", reason="asked for"),
     Act(step=101, action="set", name="interval_steps", value=3, by="user"),
     Act(step=130, action="set", name="patience", value=3, by="user"),
-    Act(step=150, action="freeze", layer="d", by="user", reason="asked for"),
     Act(step=170, action="thaw", layer="a", by="user", reason="asked for"),
 )
 
@@ -380,6 +382,30 @@ def test_what_the_recorded_run_changed_midway_stays_unless_it_is_asked_for() -> 
     assert story_of(everywhere)[:1] == PlainRun(world, replace(settings, tolerance=3.0)).story[:1]
     own = what_if(recorded.record(), tolerance=0.0, tolerances={"a": 3.0})
     assert story_of(own)[:1] == PlainRun(world, settings, tolerances={"a": 3.0}).story[:1] != []
+
+
+def test_a_thawed_layer_does_not_freeze_on_what_was_read_while_it_was_frozen() -> None:
+    """The reading under way at the thaw is on record, as nothing froze there, and a real run has none."""
+    recorded = PlainRun(World(1, "steps"), Plasticity(**{**QUICK, "tolerance": 0})).record()
+    answer = what_if(recorded, tolerance=3.0)
+    thaws = [h.step for h in answer.happenings if (h.action, h.layer) == ("thaw", "a")]
+    freezes = [h.step for h in answer.happenings if (h.action, h.layer) == ("freeze", "a")]
+    assert thaws[0] % QUICK["interval_steps"]  # between two evaluations: a reading is under way
+    assert freezes[1] - thaws[0] >= 3 * QUICK["interval_steps"]
+
+
+def test_what_a_guard_did_on_record_is_not_repeated_without_it() -> None:
+    settings = Plasticity(**{**QUICK, "tolerance": 3.0, "guard": 0.01})
+    run = PlainRun(World(5), settings)
+    assert any(act.action == "set" for act in run.acts)
+    replay = Replay(run.record(), replace(settings, guard=None), None, frozenset({"guard"}))
+    replay.play()
+    assert replay.policy.settings.tolerance == 3.0
+    first_thaw = next(step for step, action, *_ in run.story if action == "thaw")
+    assert replay.exact_until == first_thaw
+    again = Replay(run.record(), settings, None, frozenset())
+    again.play()
+    assert again.policy.settings.tolerance == run.policy.settings.tolerance < 3.0
 
 
 def test_settings_at_once_equal_single_ones() -> None:

@@ -304,3 +304,38 @@ def test_cache_and_sieve_work_together_bit_for_bit() -> None:
         return [float(x) for x in session.history.steps["loss"]]
 
     assert trace(lab.ActivationCache()) == trace(None)
+
+
+def test_the_fraction_can_be_overridden_mid_run_and_holds_from_the_next_exchange() -> None:
+    session, _ = make(sieve=lab.CirculantSieve(fraction=0.2, interval_epochs=1))
+    session.step(3)
+    names = [setting.name for setting in session.settings()]
+    assert "sieve.fraction" in names
+    assert session.override("sieve.fraction", 0.4).state == "done"
+    assert session.setting("sieve.fraction") == 0.4
+    assert session.sieve.num_kept == 48
+    session.step(5)
+    assert session.sieve.num_kept == 36
+    assert session.steps_per_epoch == 6
+    session.step(6)
+    assert session.epoch == 2.0
+    assert session.reset("sieve.fraction").state == "done"
+    session.step(6)
+    assert session.sieve.num_kept == 48
+
+
+def test_a_fraction_that_leaves_no_batch_is_rejected_mid_run() -> None:
+    session, _ = make(sieve=lab.CirculantSieve(fraction=0.2))
+    session.step()
+    event = session.override("sieve.fraction", 0.95).event
+    assert isinstance(event, CommandRejected)
+    assert "at most" in event.reason
+    assert session.setting("sieve.fraction") == 0.2
+    with pytest.raises(lab.InvalidSettingError, match=r"CirculantSieve.fraction must be in \(0, 1\)"):
+        session.override("sieve.fraction", 1.5)
+
+
+def test_a_session_without_a_sieve_has_no_sieve_settings() -> None:
+    session, _ = make()
+    with pytest.raises(lab.InvalidSettingError, match="build it with sieve="):
+        session.override("sieve.fraction", 0.3)

@@ -271,6 +271,9 @@ def test_sieves_and_masks(digits: Make, options: dict[str, Any]) -> None:
         21: [lambda s: s.discard([8])],
         33: [lambda s: s.thaw("layers.0"), lambda s: s.restore([5])],
     }
+    if "sieve" in options and not isinstance(options["sieve"], lab.LossSieve):
+        script[22] = [lambda s: s.override("sieve.fraction", 0.35)]
+        script[40] = [lambda s: s.override("sieve.fraction", 0.1)]
     for k in (6, 24, 33):
         check(digits(**{"scheduler": "step", **options}), k, 30, script)
 
@@ -351,7 +354,7 @@ def test_every_scheduler(make_session: Make, name: str) -> None:
 )
 def test_every_optimizer(make_session: Make, make: Any) -> None:
     script: Script = {3: [lambda s: s.freeze("first")], 12: [lambda s: s.thaw("first")]}
-    for k in (2, 8, 14):
+    for k in (0, 8, 14):
         check(make_session(optimizer=make, dropout=0.2, scheduler=None), k, 12, script)
 
 

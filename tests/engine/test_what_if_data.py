@@ -203,6 +203,25 @@ def test_it_answers_while_the_run_goes_on_and_changes_no_bit_of_it(train: Train)
         assert told(answer) == [h for h in happened(watched) if h[0] <= answer.last_step]
 
 
+def test_a_run_that_goes_on_in_the_middle_of_gathering_is_gathered_whole(train: Train) -> None:
+    """New snapshots, readings and freezes between the tables and the events."""
+    session = train(steps=60)
+
+    class Slow:
+        def __len__(self) -> int:
+            return len(session.events)
+
+        def __iter__(self) -> Iterator[Any]:
+            before = list(session.events)
+            session.step(60)
+            return iter(before)
+
+    flops = session.recorder.flops(())
+    answer = what_if(RunSource(session.history, Slow(), session.settings_book, flops).latest())  # type: ignore[arg-type]
+    assert (answer.last_step, answer.exact_until) == (60, None)
+    assert told(answer) == [h for h in happened(session) if h[0] <= 60]
+
+
 def test_what_was_gathered_is_kept_until_something_is_added(train: Train) -> None:
     session = train(steps=10)
     keeper = source(session)
