@@ -168,7 +168,7 @@ class Session:
         )
         self.policy = PlasticityPolicy(self.layers.names, freeze) if isinstance(freeze, Plasticity) else None
         self.sieve.attach(self.history, self.events)
-        self.trainer.wants_signals = bool(self.sieve.needs)
+        self.trainer.check_signals = self.sieve.check if self.sieve.needs else None
         self.trainer.sample_weights = self.sieve.weights if self.sieve.reweights else None
         self.sparse = self._make_sparse(sparsity)
         self.recorder.sieve, self.recorder.sparse = self.sieve, self.sparse

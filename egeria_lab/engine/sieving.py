@@ -143,19 +143,22 @@ class SessionSieve:
         return None if self._made is None else self._made.weights(ids)
 
     def observe(self, batch: Batch, signals: SampleSignals | None) -> None:
-        """Take in what a step showed.
-
-        Raises:
-            InvalidSettingError: when the model's outputs or the loss do not give what the sieve needs.
-        """
-        if self.settings is None or not self.needs or signals is None:
+        """Take in what a step showed."""
+        if signals is None:
             return
         start = time.perf_counter()
+        self._sieve.observe(batch.ids, **{name: getattr(signals, name) for name in self.needs})
+        self.seconds += time.perf_counter() - start
+
+    def check(self, signals: SampleSignals) -> None:
+        """Raise when a step does not tell what the sieve needs.
+
+        Raises:
+            InvalidSettingError: when the model's outputs or the loss do not give it.
+        """
         missing = [name for name in self.needs if getattr(signals, name) is None]
         if missing:
             raise InvalidSettingError(_what_is_missing(type(self.settings).__name__, missing))
-        self._sieve.observe(batch.ids, **{name: getattr(signals, name) for name in self.needs})
-        self.seconds += time.perf_counter() - start
 
     def finish_pass(self, finished: int, step: int, planned_steps: int) -> None:
         """Let the sieve exchange samples at the end of a pass, when it is time.

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from egeria_lab.algorithms.forgetting import class_signals
+from egeria_lab.errors import DataError
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSignals:
@@ -29,8 +32,8 @@ def sample_signals(outputs: Any, targets: Any, losses: Tensor) -> SampleSignals:
     """The signals of one batch.
 
     Args:
-        outputs: what the model answered; class scores ``(b, classes)`` give `correct` and `margin`.
-        targets: labels ``(b,)``, int64.
+        outputs: what the model answered; class scores give `correct` and `margin`, as `class_signals` says.
+        targets: their labels.
         losses: the loss before it was averaged.
 
     Example:
@@ -40,18 +43,8 @@ def sample_signals(outputs: Any, targets: Any, losses: Tensor) -> SampleSignals:
         ([True, False], [1.0, -2.0])
     """
     loss = losses.detach().float().cpu() if losses.dim() == 1 else None
-    if not _are_class_scores(outputs, targets):
+    try:
+        found = class_signals(outputs, targets)
+    except DataError:
         return SampleSignals(None, None, loss)
-    scores = outputs.detach().float()
-    true = scores.gather(1, targets[:, None]).squeeze(1)
-    best_other = scores.scatter(1, targets[:, None], float("-inf")).amax(1)
-    margin = (true - best_other).cpu()
-    return SampleSignals((scores.argmax(1) == targets).cpu(), margin, loss)
-
-
-def _are_class_scores(outputs: Any, targets: Any) -> bool:
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return False
-    if outputs.dim() != 2 or targets.dim() != 1 or targets.dtype != torch.int64 or outputs.shape[1] < 2:
-        return False
-    return bool(((targets >= 0) & (targets < outputs.shape[1])).all())
+    return SampleSignals(found.correct.cpu(), found.margin.cpu(), loss)

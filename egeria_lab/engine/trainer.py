@@ -119,7 +119,7 @@ class Trainer:
         self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
         self.update_hooks: UpdateHooks | None = None
         self.sample_weights: Callable[[Tensor], Tensor | None] | None = None
-        self.wants_signals = False
+        self.check_signals: Callable[[SampleSignals], None] | None = None
         self.layers = LayerModules([])
         self._checked: tuple[str, ...] = ()
         # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
@@ -199,15 +199,22 @@ class Trainer:
             with self.autocast(), around_forward:
                 outputs, targets = self._run_to_train(batch, content)
                 losses = self.checked_loss(outputs, targets, batch)
+            signals = self._signals(outputs, targets, losses)
             loss = self._weighted(losses, batch).mean()
             value = losses.detach().mean().item()
             if value != value or abs(value) == float("inf"):
                 raise TrainingError(self._not_finite(value, number))
             self._update(loss)
         accuracy = accuracy_of(outputs, targets)
-        signals = sample_signals(outputs, targets, losses) if self.wants_signals else None
         seconds = time.perf_counter() - start
         return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs, signals)
+
+    def _signals(self, outputs: Any, targets: Any, losses: Tensor) -> SampleSignals | None:
+        if self.check_signals is None:
+            return None
+        signals = sample_signals(outputs, targets, losses)
+        self.check_signals(signals)  # before the update: a step that cannot be counted is not made
+        return signals
 
     def _weighted(self, losses: Tensor, batch: Batch) -> Tensor:
         """Losses of samples that stand for others which a sieve left out count for those too."""

@@ -147,6 +147,21 @@ def test_a_fault_at_any_call_leaves_the_old_file(tmp_path: Path, kind: str) -> N
     assert outcomes == expected  # when only the flush of the directory fails, the file is there
 
 
+def test_it_is_on_the_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("write", "fsync", "close", "replace"):
+        original = getattr(os, name)
+
+        def call(*args: Any, name: str = name, original: Any = original) -> Any:
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(checkpoint_file.os, name, call)
+    write(tmp_path / "a.ckpt", TREE)
+    assert list(dict.fromkeys(calls)) == ["write", "fsync", "close", "replace"]
+    assert calls[-2:] == ["fsync", "close"]  # the directory, so that the name lasts too
+
+
 KILLED = """
 import sys, torch
 from egeria_lab.checkpoint.file import write

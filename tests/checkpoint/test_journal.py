@@ -91,7 +91,10 @@ def test_undo_and_redo_are_told(tmp_path: Path) -> None:
     events.load_state_dict(early[1])
     fill(history, events, range(110, 115))  # another course
     events.append(LayerFrozen(step=9, layer="a", slope=float("nan")))
-    journal.note()
+    journal.flush()
+    between = recover(tmp_path / NAME)
+    assert same(between[0], history)
+    assert repr(between[1]) == repr(list(events))
     history.load_state_dict(late[0])
     events.load_state_dict(late[1])
     journal.note()

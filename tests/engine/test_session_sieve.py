@@ -212,8 +212,11 @@ def test_a_sieve_that_counts_forgetting_refuses_outputs_without_classes() -> Non
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
         forward=lambda model, batch: (model(batch[0])[:, :1], batch[1].float()), sieve=lab.CirculantSieve(),
     )  # fmt: skip
+    before = session.model[0].weight.detach().clone()  # type: ignore[index]
     with pytest.raises(lab.InvalidSettingError, match="choose RandomSieve"):
         session.step()
+    assert session.steps_done == 0
+    assert torch.equal(before, session.model[0].weight)  # type: ignore[index]
 
 
 def test_a_loss_sieve_refuses_a_reduced_loss() -> None:

@@ -428,6 +428,18 @@ def test_the_owners_eval_modes_and_flags_stay(make_session: Make, tiny_model: Ca
     assert not model.first[0].bias.requires_grad
 
 
+def test_flags_and_modes_that_were_switched_since_come_back(make_session: Make) -> None:
+    session = make_session()
+    session.step(2)
+    state = capture(session)
+    model: Any = session.model
+    model.first[0].bias.requires_grad_(False)
+    model.second[1].eval()
+    restore(session, state)
+    assert model.first[0].bias.requires_grad
+    assert model.second[1].training
+
+
 def test_a_fresh_session_goes_on_to_the_bit(digits: Make) -> None:
     """As a new process would: nothing of the first session is there."""
     for k in (9, 52, 101):
