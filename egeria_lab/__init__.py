@@ -20,10 +20,10 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer, freeze_layers
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.layers import layers
-from egeria_lab.algorithms.masked_training import SparseTraining
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
+from egeria_lab.algorithms.sparse.masked_training import SparseTraining
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.augment import Augment, Replayable
 from egeria_lab.data.datasets import ArrayDataset, Data

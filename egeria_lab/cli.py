@@ -1,4 +1,4 @@
-"""The command line: ``egeria-lab lab``, ``demo``, ``resume``, ``bench`` and ``doctor``. Exit status 0 only on success."""
+"""The command line: ``lab``, ``demo``, ``resume``, ``bench`` and ``doctor``. Exit status 0 only on success."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ VERDICTS = ("warming up", "moving", "stable", "freeze", "blocked", "frozen")
 
 
 class History(Mapping[str, Table]):
-    """The tables of one session: ``steps``, ``plasticity``, ``epochs``, ``savings``, ``rates``, ``sieve``, ``sparsity``.
+    """The tables of a session: ``steps``, ``plasticity``, ``epochs``, ``savings``, ``rates``, ``sieve``, ``sparsity``.
 
     In the table ``plasticity``, `layer` is the position of the layer module, front to back, and `verdict`
     the position in `VERDICTS`; `frame` spells both out.

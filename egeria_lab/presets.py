@@ -13,8 +13,8 @@ from typing import Any
 
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
-from egeria_lab.algorithms.sieve_settings import CirculantSieve
-from egeria_lab.algorithms.sparsity import MEST
+from egeria_lab.algorithms.sieving.settings import CirculantSieve
+from egeria_lab.algorithms.sparse.methods import MEST
 from egeria_lab.data.activation_cache import ActivationCache
 
 Keywords = dict[str, Any]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria_lab import commands as c
@@ -25,8 +25,10 @@ from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule as FreezeSchedule
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.ledger import Ledger
-from egeria_lab.algorithms.sieve_settings import SieveSettings
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sieving.settings import SieveSettings
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
+from egeria_lab.algorithms.what_if import what_if
+from egeria_lab.algorithms.what_if_record import WhatIf
 from egeria_lab.config import Setting, Settings
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.loaders import Batch, BatchSource, Views
@@ -50,6 +52,7 @@ from egeria_lab.engine.sparsifying import Sparsifier
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer
 from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
+from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import InvalidSettingError, require
 from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
 from egeria_lab.history import History
@@ -184,6 +187,10 @@ class Session:
         self.schedule = self._make_schedule(scheduler, scheduler_every)
         self.settings_book = Settings(freeze, self.schedule.peak_rate, sieve)
         self._steering = self._make_steering(park_state)
+        self._record = RunSource(
+            self.history, self.events, self.settings_book, self.recorder.flops(()),
+            together=self.trainer.compiled is not None,
+        )  # fmt: skip
         self._runner = Runner(self)
         self._lock = threading.RLock()
         self._closed = False
@@ -472,6 +479,51 @@ class Session:
         if self.rule is None:
             return f"{layer} is trained; this session has no freezing rule, only freeze() by hand.{pinned}"
         return f"{layer} is trained: {self.rule.explain(layer, self.layers)}.{pinned}"
+
+    def what_if(
+        self, settings: Plasticity | None = None, *, tolerances: Mapping[str, float] | None = None, **changes: Any
+    ) -> WhatIf:
+        """What other settings of the plasticity rule would have frozen, and when: recorded readings are replayed.
+
+        Nothing is trained. The result says up to which step it is exact, and why no further.
+
+        Args:
+            settings: the settings to try; default: those that hold now.
+            tolerances: layer → its own tolerance.
+            changes: single settings in place of those in `settings`, such as ``tolerance=0.4``.
+
+        Raises:
+            InvalidSettingError: when this session has another rule or none, or a value is out of range.
+
+        Example:
+            >>> session = Session("mlp", "digits", epochs=2, freeze=Plasticity(interval_steps=2))
+            >>> _ = session.step(20)
+            >>> session.what_if(tolerance=0.5).changes
+            {'tolerance': 0.5}
+        """
+        return what_if(self._record.latest(), settings, tolerances=tolerances, **changes)
+
+    def attribute(
+        self, samples: Any, targets: Any = None, *, method: str = "integrated_gradients", **options: Any
+    ) -> Any:
+        """What the model looks at in some samples, by Captum, on the live model between two steps; leaves no trace.
+
+        Args:
+            samples: ids of training samples, or inputs of shape ``(b, …)``.
+            targets: classes to explain, shape ``(b,)``; default: the labels of the ids, or the predicted classes.
+            method: a name in `egeria_lab.interpret.attribution.METHODS`.
+            options: further arguments of `egeria_lab.interpret.attribution.attribute`, such as ``layer=``.
+
+        Raises:
+            UnknownNameError, InvalidSettingError, DataError: as `egeria_lab.interpret.attribution.attribute`.
+        """
+        find = importlib.import_module("egeria_lab.interpret.attribution").attribute
+        if not isinstance(samples, Tensor) or samples.dim() == 1:
+            samples, own = self.sieve.batch(checked_sample_ids("attribute", samples))
+            targets = own if targets is None else targets
+        with self._lock:
+            inputs = samples.to(self.device)
+            return find(self.model, inputs, targets, method=method, layers=self.layer_modules, **options)
 
     def settings(self) -> list[Setting]:
         """Every setting that may change mid-run, with its value, range and when a change applies."""

@@ -450,9 +450,10 @@ def test_a_closed_session_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_commands_that_wait_are_saved_too(tmp_path: Path) -> None:
-    session = digits(freeze=None, epochs=50)
-    session.start()
+    session = digits(freeze=None)
+    session.commands.on_put(lambda: None)  # nobody has looked into the queue yet
     session.pin("layers.0")
+    assert not session.layers["layers.0"].pinned
     again = lab.Session.load(session.save(tmp_path / "a.ckpt"))
     assert again.layers["layers.0"].pinned
     session.close()

@@ -17,8 +17,8 @@ import torch
 
 from egeria_lab import presets
 from egeria_lab.algorithms.freeze_schedule import Schedule
-from egeria_lab.algorithms.sieve_settings import CirculantSieve, RandomSieve
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sieving.settings import CirculantSieve, RandomSieve
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
 from egeria_lab.benchmarks.harness import Result, goal, result
 from egeria_lab.errors import MissingPackageError
 from egeria_lab.session import Session

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_lab.algorithms.sieve_ids import checked_ids
+from egeria_lab.algorithms.sieving.ids import checked_ids
 from egeria_lab.config import derive_seed
 from egeria_lab.data.epoch_order import Order
 from egeria_lab.errors import DataError

@@ -203,7 +203,10 @@ class BatchSource:
 
     def example(self, rows: int) -> Batch:
         """The first `rows` samples in order, for tracing and counting."""
-        ids = torch.arange(min(rows, self.num_samples))
+        return self.fetch(torch.arange(min(rows, self.num_samples)))
+
+    def fetch(self, ids: Tensor) -> Batch:
+        """Some samples, collated, as they are before any augmentation; training notices nothing."""
         if isinstance(self.dataset, ArrayDataset) and self.loader is None:
             return Batch(ids, self.dataset.gather(ids))
         return _Fetch(self.dataset, self._collate(), self.seed, -1).__getitems__((0, ids.tolist()))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from egeria_lab.algorithms.sieve import Sieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.config import derive_seed
 
 

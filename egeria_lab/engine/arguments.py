@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from egeria_lab.algorithms import freeze_policy, freeze_schedule, gradient_norm, sieve_settings, sparsity
+from egeria_lab.algorithms import freeze_policy, freeze_schedule, gradient_norm
+from egeria_lab.algorithms.sieving import settings as sieve_settings
+from egeria_lab.algorithms.sparse import methods as sparsity
 from egeria_lab.data import augment, cache_settings
 from egeria_lab.errors import CheckpointError, EgeriaLabError
 

@@ -13,9 +13,9 @@ from egeria_lab import models
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
-from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.config import derive_seed
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data

@@ -11,7 +11,6 @@ from torch import Tensor
 from egeria_lab.data.loaders import Batch
 from egeria_lab.errors import DataError
 
-
 IGNORED = -100
 """Label of positions that do not count, as in torch's own cross-entropy."""
 

@@ -10,22 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
 from egeria_lab import commands as c
-from egeria_lab.algorithms.forgetting import Counts
 from egeria_lab.algorithms.ledger import SieveFigures
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_export import write_kept
-from egeria_lab.algorithms.sieve_settings import LossSieve, ManualSieve, OneShotSieve, SieveSettings
-from egeria_lab.algorithms.sieve_update import SieveUpdate
+from egeria_lab.algorithms.sieving.export import write_kept
+from egeria_lab.algorithms.sieving.forgetting import Counts
+from egeria_lab.algorithms.sieving.ids import checked_ids
+from egeria_lab.algorithms.sieving.settings import LossSieve, ManualSieve, OneShotSieve, SieveSettings
+from egeria_lab.algorithms.sieving.sieve import Sieve
+from egeria_lab.algorithms.sieving.update import SieveUpdate
 from egeria_lab.config import derive_seed
+from egeria_lab.data.labels import labels_of
 from egeria_lab.data.loaders import Batch, BatchSource
 from egeria_lab.engine.signals import SampleSignals
-from egeria_lab.errors import InvalidSettingError
+from egeria_lab.errors import DataError, InvalidSettingError
 from egeria_lab.events import Event, EventLog, SamplesDiscarded, SamplesRestored, SamplesSieved
 from egeria_lab.history import History
 
@@ -93,12 +94,24 @@ class SessionSieve:
         dataset = self._source.dataset
         return [dataset[int(i)] for i in ids]
 
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Any]:
+        """Inputs and labels of some samples, as tensors with the samples in dimension 0.
+
+        Raises:
+            DataError: for ids that do not exist, or samples that are no pair ``(inputs, label)``.
+        """
+        known = checked_ids(list(ids), self._source.num_samples)
+        content = self._source.fetch(known).content
+        if not isinstance(content, (tuple, list)) or len(content) != 2 or not isinstance(content[0], Tensor):
+            raise DataError("samples of this data set are no pair (inputs, label); give inputs instead of ids.")
+        return content[0], content[1]
+
     def subset(self) -> Subset[Any]:
         """The kept samples as a data set of their own."""
         return Subset(self._source.dataset, self.kept_ids().tolist())
 
     def export_csv(self, path: str | Path) -> Path:
-        """Write the kept samples as CSV, ids and counts; `egeria_lab.algorithms.sieve_export.read_ids` reads it."""
+        """Write the kept samples as CSV, ids and counts; `egeria_lab.algorithms.sieving.export.read_ids` reads it."""
         return write_kept(self._sieve, path)
 
     @property
@@ -273,30 +286,6 @@ class SessionSieve:
                 returned_ids=tuple(update.returned.tolist()) if named else (), reason=update.reason,
             )
         )  # fmt: skip
-
-
-def labels_of(dataset: Any) -> Tensor | None:
-    """The class of every sample, where a data set has them at hand; nothing is loaded for it.
-
-    Looks at ``targets`` and ``labels`` and at the last tensor of a `TensorDataset`.
-
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> labels_of(TensorDataset(torch.zeros(2, 1), torch.tensor([3, 1]))).tolist()
-        [3, 1]
-    """
-    tensors = getattr(dataset, "tensors", None)
-    candidates = [getattr(dataset, "targets", None), getattr(dataset, "labels", None), tensors[-1] if tensors else None]
-    for found in candidates:
-        if found is None or not hasattr(found, "__len__") or len(found) != len(dataset):
-            continue
-        try:
-            labels = torch.as_tensor(np.asarray(found))
-        except (TypeError, ValueError):
-            continue
-        if labels.dim() == 1 and not labels.is_floating_point() and not labels.is_complex():
-            return labels.long()
-    return None
 
 
 def _what_is_missing(sieve: str, missing: list[str]) -> str:

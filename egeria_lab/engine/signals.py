@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_lab.algorithms.forgetting import class_signals
+from egeria_lab.algorithms.sieving.forgetting import class_signals
 from egeria_lab.errors import DataError
 
 

@@ -12,10 +12,10 @@ from egeria_lab.algorithms.cost_model import effective_densities, weight_flops
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.ledger import SparsityFigures
-from egeria_lab.algorithms.masked_training import SparseTraining
-from egeria_lab.algorithms.masked_weight import MaskUpdate
-from egeria_lab.algorithms.sparsity import MEST, RigL
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sparse.masked_training import SparseTraining
+from egeria_lab.algorithms.sparse.masked_weight import MaskUpdate
+from egeria_lab.algorithms.sparse.methods import MEST, RigL
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.config import derive_seed
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.trainer import Trainer

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from egeria_lab.algorithms.density import erk_densities, live_units, uniform_densities
+from egeria_lab.algorithms.sparse.density import erk_densities, live_units, uniform_densities
 from egeria_lab.errors import InvalidSettingError
 
 SHAPES = {"a": (16, 16, 3, 3), "b": (32, 16, 3, 3), "c": (64, 64, 3, 3), "fc": (10, 64), "tiny": (4, 4, 1, 1)}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import egeria_lab as lab
-from egeria_lab.algorithms.mask_patterns import PATTERNS
-from egeria_lab.algorithms.masked_training import SparseTraining
-from egeria_lab.algorithms.masked_weight import MaskUpdate
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sparse.masked_training import SparseTraining
+from egeria_lab.algorithms.sparse.masked_weight import MaskUpdate
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sparse.patterns import PATTERNS
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.errors import InvalidSettingError, TrainingError, UnknownNameError
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {

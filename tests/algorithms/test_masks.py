@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from egeria_lab.algorithms.mask_patterns import PATTERNS
-from egeria_lab.algorithms.masks import n_of_m, scheme_for
-from egeria_lab.algorithms.mutation import first_mask
+from egeria_lab.algorithms.sparse.masks import n_of_m, scheme_for
+from egeria_lab.algorithms.sparse.mutation import first_mask
+from egeria_lab.algorithms.sparse.patterns import PATTERNS
 from egeria_lab.errors import InvalidSettingError, UnknownNameError
 
 SHAPE = (8, 12, 3, 3)

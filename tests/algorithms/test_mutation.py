@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from egeria_lab.algorithms.masks import scheme_for
-from egeria_lab.algorithms.mutation import exchange, first_mask, pick, ranking
+from egeria_lab.algorithms.sparse.masks import scheme_for
+from egeria_lab.algorithms.sparse.mutation import exchange, first_mask, pick, ranking
 
 NAN = float("nan")
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_export import read_ids, write_kept
-from egeria_lab.algorithms.sieve_groups import apportion, first_of_each
-from egeria_lab.algorithms.sieve_membership import Membership
-from egeria_lab.algorithms.sieve_settings import (
+from egeria_lab.algorithms.sieving.export import read_ids, write_kept
+from egeria_lab.algorithms.sieving.groups import apportion, first_of_each
+from egeria_lab.algorithms.sieving.membership import Membership
+from egeria_lab.algorithms.sieving.settings import (
     CirculantSieve,
     LossSieve,
     ManualSieve,
@@ -25,7 +24,8 @@ from egeria_lab.algorithms.sieve_settings import (
     RandomSieve,
     SieveSettings,
 )
-from egeria_lab.algorithms.sieve_update import SieveUpdate
+from egeria_lab.algorithms.sieving.sieve import Sieve
+from egeria_lab.algorithms.sieving.update import SieveUpdate
 from egeria_lab.errors import DataError, InvalidSettingError
 
 EVERY_PASS = {"interval_epochs": 1}

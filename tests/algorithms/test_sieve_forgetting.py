@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from egeria_lab.algorithms.forgetting import (
+from egeria_lab.algorithms.sieving.forgetting import (
     NEVER_CORRECT_RANK,
     NOT_PRESENTED_RANK,
     ForgettingLog,
     class_signals,
 )
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve
+from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.errors import DataError
 
 # Presentations of six samples, 1 right, 0 wrong, by hand.

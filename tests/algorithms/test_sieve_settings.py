@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_settings import (
+from egeria_lab.algorithms.sieving.settings import (
     CirculantSieve,
     LossSieve,
     ManualSieve,
@@ -18,6 +17,7 @@ from egeria_lab.algorithms.sieve_settings import (
     check_batches,
     is_due,
 )
+from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.errors import InvalidSettingError, UnknownNameError
 
 KINDS = [CirculantSieve, RandomSieve, OneShotSieve, LossSieve]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from egeria_lab.algorithms.freezing import Freezer
-from egeria_lab.algorithms.masked_training import SparseTraining
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sparse.masked_training import SparseTraining
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.errors import InvalidSettingError, TrainingError, UnknownNameError
 
 

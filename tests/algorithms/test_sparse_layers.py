@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import egeria_lab as lab
-from egeria_lab.algorithms.sparse_layers import select_weights
-from egeria_lab.algorithms.sparsity import StaticSparsity
+from egeria_lab.algorithms.sparse.methods import StaticSparsity
+from egeria_lab.algorithms.sparse.weights import select_weights
 from egeria_lab.errors import InvalidSettingError, LayerError, UnknownNameError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from egeria_lab.algorithms.sparsity import MEST, SET, RigL, StaticSparsity
-from egeria_lab.algorithms.sparsity_settings import DynamicSparsity, SparsitySettings
+from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
+from egeria_lab.algorithms.sparse.settings import DynamicSparsity, SparsitySettings
 from egeria_lab.errors import EgeriaLabError, InvalidSettingError
 
 METHODS: list[type[SparsitySettings]] = [MEST, SET, RigL, StaticSparsity]

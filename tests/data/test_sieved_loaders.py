@@ -23,8 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_settings import CirculantSieve
+from egeria_lab.algorithms.sieving.settings import CirculantSieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.data.augment import Augment
 from egeria_lab.data.datasets import ArrayDataset
 from egeria_lab.data.loaders import BatchSource

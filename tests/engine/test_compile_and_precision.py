@@ -126,7 +126,12 @@ def test_layers_of_a_compiled_model_freeze_together_so_that_it_compiles_once() -
     def run(model: nn.Module) -> tuple[list[int], list[int]]:
         torch._dynamo.reset()
         eager = lab.Plasticity(
-            interval_steps=1, window=2, patience=2, tolerance=50.0, bootstrap_change=10.0, refresh_on_freeze=False,
+            interval_steps=1,
+            window=2,
+            patience=2,
+            tolerance=50.0,
+            bootstrap_change=10.0,
+            refresh_on_freeze=False,
             monitor_budget=1.0,
         )
         session = lab.Session(model, "digits", epochs=4, freeze=eager)

@@ -440,6 +440,19 @@ def test_flags_and_modes_that_were_switched_since_come_back(make_session: Make) 
     assert model.second[1].training
 
 
+def test_what_its_owner_keeps_in_eval_mode_is_known_to_a_fresh_session(
+    make_session: Make, tiny_model: Callable[..., nn.Module]
+) -> None:
+    model: Any = tiny_model()
+    model.first[1].eval()
+    first, second = make_session(model=model), make_session()
+    restore(second, capture(first))
+    other: Any = second.model.eval()  # somebody evaluated in between
+    second.step()
+    assert other.second[1].training
+    assert not other.first[1].training
+
+
 def test_a_fresh_session_goes_on_to_the_bit(digits: Make) -> None:
     """As a new process would: nothing of the first session is there."""
     for k in (9, 52, 101):

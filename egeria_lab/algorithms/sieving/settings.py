@@ -1,6 +1,6 @@
 """How a part of the training set is left out: SpFDE's circulant sieve and the controls it is compared with.
 
-Each object only says what is wanted; `egeria_lab.algorithms.sieve.Sieve` carries it out.
+Each object only says what is wanted; `egeria_lab.algorithms.sieving.sieve.Sieve` carries it out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from egeria_lab.algorithms.mask_schemes import Scheme
+from egeria_lab.algorithms.sparse.schemes import Scheme
 
 
 def pick(scores: Tensor | None, candidates: Tensor, count: int, generator: Generator, *, highest: bool) -> Tensor:
@@ -128,7 +128,7 @@ def first_mask(scheme: Scheme, count: int, generator: Generator, values: Tensor 
         bool, weight shape, output dimension first.
 
     Example:
-        >>> from egeria_lab.algorithms.mask_schemes import Unstructured
+        >>> from egeria_lab.algorithms.sparse.schemes import Unstructured
         >>> mask = first_mask(Unstructured((2, 2)), 1, torch.Generator(), torch.tensor([[0.1, 0.9], [0.2, 0.3]]))
         >>> mask.tolist()
         [[False, True], [False, False]]
@@ -179,7 +179,7 @@ def exchange(
         allow_regrow: a unit dropped now may be grown again, from zero.
 
     Example:
-        >>> from egeria_lab.algorithms.mask_schemes import Unstructured
+        >>> from egeria_lab.algorithms.sparse.schemes import Unstructured
         >>> before = torch.tensor([[True, True, False, False]])
         >>> w = torch.tensor([[0.5, 0.1, 0.0, 0.0]])
         >>> g = torch.tensor([[9.0, 9.0, 0.1, 0.2]])

@@ -1,6 +1,6 @@
 """Mask schemes by name: single weights, blocks, kernel patterns, N of M.
 
-The schemes themselves are in `mask_schemes` and `mask_patterns`; `mutation` chooses their units.
+The schemes themselves are in `schemes` and `patterns`; `mutation` chooses their units.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from egeria_lab.algorithms.mask_patterns import NOfM, Pattern
-from egeria_lab.algorithms.mask_schemes import Block, Scheme, Unstructured
+from egeria_lab.algorithms.sparse.patterns import NOfM, Pattern
+from egeria_lab.algorithms.sparse.schemes import Block, Scheme, Unstructured
 from egeria_lab.errors import InvalidSettingError, unknown_name
 
 SCHEMES = ("unstructured", "block", "pattern", "2:4")

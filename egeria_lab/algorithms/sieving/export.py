@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from egeria_lab.algorithms.sieve import Sieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.errors import DataError
 
 _COLUMNS = ("id", "forgetting_events", "presentations", "never_correct")

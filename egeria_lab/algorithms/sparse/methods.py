@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from egeria_lab.algorithms.sparsity_settings import DynamicSparsity, SparsitySettings
+from egeria_lab.algorithms.sparse.settings import DynamicSparsity, SparsitySettings
 from egeria_lab.errors import is_number, require, unknown_name
 
 AVERAGES = ("signed", "magnitude")

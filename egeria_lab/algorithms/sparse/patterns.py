@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
-from egeria_lab.algorithms.mask_schemes import Scheme
+from egeria_lab.algorithms.sparse.schemes import Scheme
 from egeria_lab.errors import InvalidSettingError
 
 PATTERNS = torch.tensor(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.errors import InvalidSettingError, LayerError, unknown_name
 
 SHORTCUT_WORDS = ("shortcut", "downsample", "skip", "identity")
@@ -70,7 +70,7 @@ def select_weights(model: nn.Module, settings: SparsitySettings) -> Selection:
         LayerError: when nothing is left to mask.
 
     Example:
-        >>> from egeria_lab.algorithms.sparsity import StaticSparsity
+        >>> from egeria_lab.algorithms.sparse.methods import StaticSparsity
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> chosen = select_weights(model, StaticSparsity(sparsity=0.5))
         >>> [weight.name for weight in chosen.sparse], chosen.dense

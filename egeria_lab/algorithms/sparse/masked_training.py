@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria_lab.algorithms.mask_set import MaskSet, Weights
-from egeria_lab.algorithms.masked_weight import MaskChange, MaskedWeight, MaskUpdate
-from egeria_lab.algorithms.sparsity import MEST
-from egeria_lab.algorithms.sparsity_settings import DynamicSparsity, SparsitySettings
+from egeria_lab.algorithms.sparse.mask_set import MaskSet, Weights
+from egeria_lab.algorithms.sparse.masked_weight import MaskChange, MaskedWeight, MaskUpdate
+from egeria_lab.algorithms.sparse.methods import MEST
+from egeria_lab.algorithms.sparse.settings import DynamicSparsity, SparsitySettings
 from egeria_lab.errors import TrainingError
 
 

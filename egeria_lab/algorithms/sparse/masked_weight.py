@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from egeria_lab.algorithms.mask_schemes import Scheme
-from egeria_lab.algorithms.mutation import exchange
-from egeria_lab.algorithms.sparse_layers import SparseWeight
+from egeria_lab.algorithms.sparse.mutation import exchange
+from egeria_lab.algorithms.sparse.schemes import Scheme
+from egeria_lab.algorithms.sparse.weights import SparseWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

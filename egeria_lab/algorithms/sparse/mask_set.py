@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria_lab.algorithms.density import DENSITIES, live_units
-from egeria_lab.algorithms.masked_weight import MaskedWeight
-from egeria_lab.algorithms.masks import scheme_for
-from egeria_lab.algorithms.mutation import first_mask
-from egeria_lab.algorithms.sparse_layers import SparseWeight, named_weights, select_weights
-from egeria_lab.algorithms.sparsity_settings import SparsitySettings
+from egeria_lab.algorithms.sparse.density import DENSITIES, live_units
+from egeria_lab.algorithms.sparse.masked_weight import MaskedWeight
+from egeria_lab.algorithms.sparse.masks import scheme_for
+from egeria_lab.algorithms.sparse.mutation import first_mask
+from egeria_lab.algorithms.sparse.settings import SparsitySettings
+from egeria_lab.algorithms.sparse.weights import SparseWeight, named_weights, select_weights
 from egeria_lab.errors import InvalidSettingError, unknown_name
 
 Weights = Iterable[Tensor | int | str]

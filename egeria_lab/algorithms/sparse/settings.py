@@ -1,6 +1,6 @@
 """What every sparsity method can be told: how sparse, where, in which shapes, and when masks change.
 
-The methods themselves are in `sparsity`. Everything here and there is a pure function of progress (the
+The methods themselves are in `methods`. Everything here and there is a pure function of progress (the
 fraction of training that is done) and of the number of steps: no object counts.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from egeria_lab.algorithms.density import DENSITIES
-from egeria_lab.algorithms.masks import n_of_m
+from egeria_lab.algorithms.sparse.density import DENSITIES
+from egeria_lab.algorithms.sparse.masks import n_of_m
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
 
 INITS = ("random", "magnitude")
@@ -134,7 +134,7 @@ class DynamicSparsity(SparsitySettings):
         """Steps between two updates, >= 1, also in a run of a few steps.
 
         Example:
-            >>> from egeria_lab.algorithms.sparsity import MEST
+            >>> from egeria_lab.algorithms.sparse.methods import MEST
             >>> MEST(interval_epochs=5).interval(160 * 391, 391), MEST().interval(64, 8), MEST().interval(3, 3)
             (1955, 2, 1)
         """
@@ -155,7 +155,7 @@ class DynamicSparsity(SparsitySettings):
         over budget any more. An empty tuple means that the masks would never change.
 
         Example:
-            >>> from egeria_lab.algorithms.sparsity import SET
+            >>> from egeria_lab.algorithms.sparse.methods import SET
             >>> SET(interval_steps=10).update_steps(60, 10)
             (10, 20, 30, 40)
         """

@@ -1,8 +1,8 @@
 """Circulant data sieving: count forgetting, drop easy samples, bring dropped ones back; and the controls beside it.
 
 A `Sieve` only says which samples are kept; the sampler (`egeria_lab.data.loaders`) follows it. The settings live
-in `sieve_settings.py`, what each rule moves in `sieve_rules.py`, the counts in `forgetting.py`, who is where in
-`sieve_membership.py`.
+in `settings.py`, what each rule moves in `rules.py`, the counts in `forgetting.py`, who is where in
+`membership.py`.
 
 Source: SpFDE (NeurIPS 2022, arXiv 2209.11204), section 3.3. The file is one piece because it is the face of all sieves:
 most of it is signatures and what they promise.
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from egeria_lab.algorithms.forgetting import Counts, ForgettingLog
-from egeria_lab.algorithms.sieve_ids import Ids, check_named, checked_ids, classes_of, number_of_samples
-from egeria_lab.algorithms.sieve_losses import LossPruning
-from egeria_lab.algorithms.sieve_membership import DISCARDED_KEPT, KEPT, Membership
-from egeria_lab.algorithms.sieve_rules import CIRCULATING, Move, histogram, one_shot, redraw, swap
-from egeria_lab.algorithms.sieve_settings import (
+from egeria_lab.algorithms.sieving.forgetting import Counts, ForgettingLog
+from egeria_lab.algorithms.sieving.ids import Ids, check_named, checked_ids, classes_of, number_of_samples
+from egeria_lab.algorithms.sieving.losses import LossPruning
+from egeria_lab.algorithms.sieving.membership import DISCARDED_KEPT, KEPT, Membership
+from egeria_lab.algorithms.sieving.rules import CIRCULATING, Move, histogram, one_shot, redraw, swap
+from egeria_lab.algorithms.sieving.settings import (
     LossSieve,
     ManualSieve,
     OneShotSieve,
@@ -30,7 +30,7 @@ from egeria_lab.algorithms.sieve_settings import (
     check_batches,
     is_due,
 )
-from egeria_lab.algorithms.sieve_update import SieveUpdate
+from egeria_lab.algorithms.sieving.update import SieveUpdate
 from egeria_lab.errors import DataError, InvalidSettingError
 
 _NO_SCORES = "it counts what a classifier forgets, so the model has to give class scores; use RandomSieve or LossSieve"
@@ -65,7 +65,7 @@ class Sieve:
         DataError: when the labels do not fit.
 
     Example:
-        >>> from egeria_lab.algorithms.sieve_settings import CirculantSieve
+        >>> from egeria_lab.algorithms.sieving.settings import CirculantSieve
         >>> sieve = Sieve(CirculantSieve(fraction=0.2, interval_epochs=1), 100, batch_size=10, seed=0)
         >>> len(sieve.kept_ids()), len(sieve.removed_ids())
         (80, 20)

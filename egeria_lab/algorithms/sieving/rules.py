@@ -1,4 +1,4 @@
-"""What each sieve does to the kept set when its time has come. When that is, `egeria_lab.algorithms.sieve` knows.
+"""What each sieve does to the kept set when its time has come. When that is, `sieve.Sieve` knows.
 
 Source: SpFDE (NeurIPS 2022), section 3.3; MEST (NeurIPS 2021) for the one shot.
 """
@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from egeria_lab.algorithms.forgetting import ForgettingLog
-from egeria_lab.algorithms.sieve_groups import apportion, first_of_each
-from egeria_lab.algorithms.sieve_losses import LossPruning
-from egeria_lab.algorithms.sieve_membership import Membership
-from egeria_lab.algorithms.sieve_settings import (
+from egeria_lab.algorithms.sieving.forgetting import ForgettingLog
+from egeria_lab.algorithms.sieving.groups import apportion, first_of_each
+from egeria_lab.algorithms.sieving.losses import LossPruning
+from egeria_lab.algorithms.sieving.membership import Membership
+from egeria_lab.algorithms.sieving.settings import (
     CirculantSieve,
     LossSieve,
     OneShotSieve,

@@ -1,6 +1,6 @@
 """Which samples are kept, which wait in the queue, and which were discarded by hand.
 
-Nothing here knows why a sample is moved; `egeria_lab.algorithms.sieve` decides.
+Nothing here knows why a sample is moved; `egeria_lab.algorithms.sieving.sieve` decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_lab.algorithms.sieve_groups import apportion, first_of_each
+from egeria_lab.algorithms.sieving.groups import apportion, first_of_each
 
 KEPT, REMOVED, DISCARDED_KEPT, DISCARDED_REMOVED = range(4)
 """Where a sample is; a discarded one remembers where it was before."""

@@ -1,0 +1,1 @@
+"""Dynamic sparse training: where weights live, how masks are made and changed, and how training holds them."""
