@@ -8,7 +8,14 @@ Example:
 """
 
 from egeria_lab import data, models, presets
+from egeria_lab.algorithms.cost_model import layer_flops, training_flops
 from egeria_lab.algorithms.costs import count_flops
+from egeria_lab.algorithms.diagnostics import (
+    mask_churn,
+    representational_similarity,
+    representations,
+    structural_similarity,
+)
 from egeria_lab.algorithms.distances import (
     cosine_distance,
     linear_cka_distance,
@@ -20,6 +27,8 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer, freeze_layers
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.layers import layers
+from egeria_lab.algorithms.memory_model import layer_sizes, paper_memory
+from egeria_lab.algorithms.run_costs import Interval, run_flops
 from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, OneShotSieve, RandomSieve
 from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.algorithms.sparse.masked_training import SparseTraining
@@ -56,6 +65,7 @@ __all__ = [
     "EgeriaLabError",
     "Freezer",
     "GradientNorm",
+    "Interval",
     "InvalidSettingError",
     "KeptSampler",
     "LayerError",
@@ -79,11 +89,20 @@ __all__ = [
     "count_flops",
     "data",
     "freeze_layers",
+    "layer_flops",
+    "layer_sizes",
     "layers",
     "linear_cka_distance",
+    "mask_churn",
     "models",
+    "paper_memory",
     "presets",
     "relative_l2_distance",
     "replay",
+    "representational_similarity",
+    "representations",
+    "run_flops",
     "sp_distance",
+    "structural_similarity",
+    "training_flops",
 ]

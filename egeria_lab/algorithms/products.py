@@ -219,7 +219,10 @@ def parameter_flops(model: nn.Module, forward: Callable[[], object], num_samples
 
 
 def flop_counter() -> FlopCounterMode:
-    """Torch's counter, with the gradients of grouped convolutions put right.
+    """Torch's counter, in one total for all modules, with the gradients of grouped convolutions put right.
+
+    Totals module by module are switched off: the hooks behind them fail on modules whose inputs are
+    parameters, as those of `torch.nn.utils.parametrizations` are.
 
     Example:
         >>> x, weight = torch.zeros(1, 4, 3, 3), torch.zeros(4, 1, 1, 1, requires_grad=True)
@@ -228,7 +231,21 @@ def flop_counter() -> FlopCounterMode:
         >>> counter.get_total_flops()    # 2 × 4 channels × 9 pixels, forward and weight gradient
         144
     """
-    return FlopCounterMode(display=False, custom_mapping={_aten.convolution_backward: _gradients_of_convolution})
+    counter = FlopCounterMode(display=False, custom_mapping={_aten.convolution_backward: _gradients_of_convolution})
+    counter.mod_tracker = _OneTotal()  # type: ignore[assignment]
+    return counter
+
+
+class _OneTotal:
+    """What `FlopCounterMode` asks for the modules that run: there is only the whole."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> _OneTotal:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        return None
 
 
 def _gradients_of_convolution(

@@ -213,3 +213,21 @@ def test_channels_that_do_not_divide_are_named() -> None:
 def test_what_is_no_sparsity_is_one_sentence(sparsity: Any) -> None:
     with pytest.raises(lab.InvalidSettingError, match=r"lab\.MEST"):
         lab.Session("mlp", "digits", sparsity=sparsity)
+
+
+def test_a_parametrised_model_is_counted_frozen_and_thawed_by_its_own_tensors() -> None:
+    """Trap 7: the optimizer's leaf tensors are frozen, not what is derived from them."""
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(64, 16)), nn.ReLU(), nn.Linear(16, 10))
+    session = lab.Session(model, "digits", epochs=2, freeze=None)
+    assert session.recorder.flops(()).forward == (2 * 64 * 16, 2 * 16 * 10)
+    session.step(3)
+    front = session.layers.names[0]
+    session.freeze(front)
+    session.step()
+    before = {name: p.detach().clone() for name, p in model[1].named_parameters()}
+    session.step(4)
+    assert all(torch.equal(before[name], p) for name, p in model[1].named_parameters())
+    session.thaw(front)
+    session.step(2)
+    assert not any(torch.equal(before[name], p) for name, p in model[1].named_parameters())
