@@ -23,7 +23,6 @@ from egeria_lab import commands as c
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.freeze_schedule import Schedule as FreezeSchedule
-from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.algorithms.sieving.settings import SieveSettings
 from egeria_lab.algorithms.sparse.settings import SparsitySettings
@@ -32,29 +31,26 @@ from egeria_lab.algorithms.what_if_record import WhatIf
 from egeria_lab.config import Setting, Settings
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.loaders import Batch, BatchSource, Views
-from egeria_lab.engine import forking, replaying, saving
+from egeria_lab.engine import assembly, forking, replaying, saving
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.building import build_model, check_arguments, checked_sample_ids, load_data
 from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.engine.devices import choose_device
-from egeria_lab.engine.front_cache import FrontCache
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.passes import Passes
 from egeria_lab.engine.progress import ProgressBar
 from egeria_lab.engine.recorder import Recorder, StepRecord
-from egeria_lab.engine.rules import FreezeSettings, ScheduleRule, make_rule
+from egeria_lab.engine.rules import FreezeSettings, make_rule
 from egeria_lab.engine.runner import Runner
 from egeria_lab.engine.saving import KEEP_CHECKPOINTS, SAVE_EVERY_MINUTES, Autosave
-from egeria_lab.engine.schedules import Schedule, make_optimizer, split_by_layer
+from egeria_lab.engine.schedules import make_optimizer
 from egeria_lab.engine.sieving import SessionSieve
-from egeria_lab.engine.sparsifying import Sparsifier
-from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, Loss, Trainer
 from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
 from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import InvalidSettingError, require
-from egeria_lab.events import Event, EventLog, Recompiled, Scalar, SettingChanged
+from egeria_lab.events import Event, EventLog, Recompiled, Scalar
 from egeria_lab.history import History
 
 DEFAULT_EPOCHS = 20
@@ -173,7 +169,7 @@ class Session:
         self.sieve.attach(self.history, self.events)
         self.trainer.check_signals = self.sieve.check if self.sieve.needs else None
         self.trainer.sample_weights = self.sieve.weights if self.sieve.reweights else None
-        self.sparse = self._make_sparse(sparsity)
+        self.sparse = assembly.make_sparse(self, sparsity)
         self.recorder.sieve, self.recorder.sparse = self.sieve, self.sparse
         self.recorder.counts_as_papers = any((sieve, sparsity, isinstance(freeze, FreezeSchedule)))
         if self.policy is not None:
@@ -183,10 +179,10 @@ class Session:
             events=self.events, budget=self.budget, deterministic=deterministic,
             density_at=None if self.sparse is None else self.sparse.density_at(self.recorder.flops(())),
         )  # fmt: skip
-        self.cache = self._make_cache(cache)
-        self.schedule = self._make_schedule(scheduler, scheduler_every)
+        self.cache = assembly.make_cache(self, cache)
+        self.schedule = assembly.make_schedule(self, scheduler, scheduler_every)
         self.settings_book = Settings(freeze, self.schedule.peak_rate, sieve)
-        self._steering = self._make_steering(park_state)
+        self._steering = assembly.make_steering(self, park_state)
         self._record = RunSource(
             self.history, self.events, self.settings_book, self.recorder.flops(()),
             together=self.trainer.compiled is not None,
@@ -255,7 +251,7 @@ class Session:
                 )  # fmt: skip
             self._steering.carry_out(decisions, number)
             if pass_is_over:
-                self._finish_pass()
+                self.finish_pass()
             if self._autosave is not None:
                 self._autosave.after_step()
             return record
@@ -649,7 +645,8 @@ class Session:
             self._graphs += new
             self.events.append(Recompiled(step=self._steps_done, graphs=new, total=self._graphs))
 
-    def _finish_pass(self) -> None:
+    def finish_pass(self) -> None:
+        """Let everything that counts in passes look at the one that has just ended."""
         finished = self._passes.number - 1
         self.sieve.finish_pass(finished, self._steps_done, self.planned_steps)
         self.budget.steps_per_epoch = self._train_source.steps_per_epoch
@@ -658,67 +655,6 @@ class Session:
         self.events.append(self.recorder.finish_epoch(self._passes.number, self._steps_done, loss, accuracy))
         if self.rule is not None:
             self._steering.carry_out(self.rule.after_evaluation(accuracy, self.layers), self._steps_done)
-
-    def _make_cache(self, settings: ActivationCache | None) -> FrontCache | None:
-        if settings is None:
-            return None
-        augment = self._train_source.augment
-        cache = FrontCache(
-            settings, self.trainer, self.layer_modules, self.layers, self._train_source,
-            augment.views if augment is not None else 1, self.events, lambda: self._steps_done,
-        )  # fmt: skip
-        self.trainer.forward_pass = cache.run
-        self._passes.on_begin = cache.announce
-        return cache
-
-    def _make_schedule(self, scheduler: Any, every: str) -> Schedule:
-        if isinstance(self.rule, ScheduleRule) and self.rule.own_rates:
-            split_by_layer(self.optimizer, self.layer_modules)
-            return Schedule(scheduler, self.optimizer, self.budget, every, self.rule.policy.rate_factor)
-        return Schedule(scheduler, self.optimizer, self.budget, every)
-
-    def _make_steering(self, park_state: str) -> Steering:
-        parts = {layer.name: (layer.modules, layer.parameters) for layer in self.layer_modules}
-        freezer = Freezer(self.model, parts, self.optimizer, park_state=park_state)
-        steering = Steering(
-            self.layers, freezer, self.policy, self.settings_book, self.schedule, self.events, self.rule
-        )
-        steering.handle(c.Extend, self._land_extend)
-        steering.owners["sieve"] = self.sieve.change
-        steering.handle(c.Discard, self._land_on_samples(self.sieve.discard))
-        steering.handle(c.Restore, self._land_on_samples(self.sieve.restore))
-        if self.sparse is not None:
-            sparse = self.sparse
-            steering.on_freezing.append(lambda layer, step: sparse.freezing(layer, step, self.history, self.events))
-            steering.on_thawed.append(sparse.thawed)
-        if self.cache is not None:
-            cache = self.cache
-            steering.on_thawed.append(lambda layer: cache.invalidate(f"{layer} was thawed"))
-        return steering
-
-    def _make_sparse(self, settings: SparsitySettings | None) -> Sparsifier | None:
-        if settings is None:
-            return None
-        sparse = Sparsifier(settings, self.trainer, self.layer_modules, self.budget, self.seed)
-        sparse.record(0, self.history)
-        return sparse
-
-    def _land_on_samples(self, change: Callable[..., Event]) -> Callable[[Any, int], Event]:
-        def land(command: Any, step: int) -> Event:
-            event = change(command, step, self._passes.number, self._passes.position)
-            self.budget.steps_per_epoch = self._train_source.steps_per_epoch
-            self._passes.read_again()
-            if self._passes.skip_rest():
-                self._finish_pass()
-            return event
-
-        return land
-
-    def _land_extend(self, command: c.Extend, step: int) -> Event:
-        old = self.budget.total_steps
-        self.budget.extend(command.epochs)
-        new = self.budget.total_steps
-        return SettingChanged(step=step, by=command.by, name="planned_steps", old=old, new=new)
 
 
 def replay(path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any) -> replaying.Replay:
