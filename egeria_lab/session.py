@@ -7,6 +7,7 @@ The file is one piece because it is the public face: most of it is signatures an
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ from egeria_lab.engine.sieving import SessionSieve
 from egeria_lab.engine.trainer import Forward, Loss, Trainer
 from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
 from egeria_lab.engine.what_if_data import RunSource
-from egeria_lab.errors import InvalidSettingError, require
+from egeria_lab.errors import InvalidSettingError, require, unknown_name
 from egeria_lab.events import Event, EventLog, Recompiled, Scalar
 from egeria_lab.history import History
 
@@ -514,6 +515,10 @@ class Session:
             UnknownNameError, InvalidSettingError, DataError: as `egeria_lab.interpret.attribution.attribute`.
         """
         find = importlib.import_module("egeria_lab.interpret.attribution").attribute
+        known = [name for name in inspect.signature(find).parameters if name not in ("model", "inputs", "layers")]
+        for name in options:
+            if name not in known:
+                raise unknown_name("option of attribute", name, known)
         if not isinstance(samples, Tensor) or samples.dim() == 1:
             samples, own = self.sieve.batch(checked_sample_ids("attribute", samples))
             targets = own if targets is None else targets

@@ -49,3 +49,21 @@ def test_attribution_of_samples_that_do_not_exist_is_one_sentence() -> None:
         session.attribute([99999])
     with pytest.raises(lab.UnknownNameError, match="saliency"):
         session.attribute([0], method="salience")
+
+
+def test_attribution_of_what_the_model_cannot_take_is_one_sentence() -> None:
+    session = lab.Session("mlp", "digits", freeze=None)
+    with pytest.raises(lab.DataError, match=r"cannot take inputs of shape \(2, 3, 9\)"):
+        session.attribute(torch.randn(2, 3, 9))
+    with pytest.raises(lab.UnknownNameError, match="n_steps"):
+        session.attribute([0], steps=3)
+
+
+@pytest.mark.parametrize("lr", [0, -1, float("inf"), float("nan"), True, "fast"])
+def test_a_learning_rate_that_is_none_is_one_sentence(lr: float) -> None:
+    with pytest.raises(lab.InvalidSettingError, match="finite number > 0"):
+        lab.Session("mlp", "digits", lr=lr)
+
+
+def test_any_finite_learning_rate_is_allowed() -> None:
+    assert lab.Session("mlp", "digits", lr=1e9).optimizer.param_groups[0]["lr"] == 1e9

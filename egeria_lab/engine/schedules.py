@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.engine.budget import Budget
-from egeria_lab.errors import InvalidSettingError, unknown_name
+from egeria_lab.errors import InvalidSettingError, is_number, unknown_name
 
 DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
 
@@ -50,8 +50,8 @@ def make_optimizer(
         >>> make_optimizer("sgd", nn.Linear(1, 1), None).param_groups[0]["lr"]
         0.1
     """
-    if learning_rate is not None and not (isinstance(learning_rate, (int, float)) and 0 < learning_rate < 1e6):
-        raise InvalidSettingError(f"lr must be a number > 0, got {learning_rate!r}.")
+    if learning_rate is not None and not (is_number(learning_rate) and learning_rate > 0):
+        raise InvalidSettingError(f"lr must be a finite number > 0 or None, got {learning_rate!r}.")
     if isinstance(optimizer, str):
         if optimizer not in DEFAULT_RATES:
             raise unknown_name("optimizer", optimizer, DEFAULT_RATES)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from egeria_lab.algorithms.activations import capture
 from egeria_lab.algorithms.layers import LayerModules
-from egeria_lab.errors import DataError, InvalidSettingError, is_whole, require, unknown_name
+from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, is_whole, require, unknown_name
 from egeria_lab.interpret.methods import BY_NAME, PATH_METHODS, Case
 from egeria_lab.interpret.no_trace import leaving_no_trace
 from egeria_lab.interpret.records import Attribution, LayerAttribution
@@ -83,6 +83,7 @@ def attribute(
     with leaving_no_trace(model, seed):
         inputs = inputs.detach().to(device, copy=True)
         run = forward if forward is not None else _call
+        _check_takes(model, run, inputs)
         nothing = _like(baseline, inputs)
         x, below = (_output_of(start, model, run, part) if start is not None else part for part in (inputs, nothing))
         scores = Scores(model, run, start)
@@ -102,6 +103,20 @@ def attribute(
         score_change=float(change.mean()),
         layers=tuple(_row(name, states[name], conductances.get(name)) for name in modules),
     )
+
+
+def _check_takes(model: nn.Module, run: Forward, inputs: Tensor) -> None:
+    try:
+        with torch.no_grad():
+            run(model, inputs)
+    except EgeriaLabError:
+        raise
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"the model cannot take inputs of shape {tuple(inputs.shape)} and type {inputs.dtype}: "
+            f"{type(error).__name__}: {words}. Give inputs like those it is trained on, or forward=."
+        ) from error
 
 
 def _call(model: nn.Module, inputs: Tensor) -> object:
