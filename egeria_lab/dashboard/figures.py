@@ -26,6 +26,7 @@ from egeria_lab.dashboard.figure_style import (
     mark_traces,
     marker_of,
 )
+from egeria_lab.dashboard.figure_techniques import sieve_figure, sparsity_figure
 from egeria_lab.dashboard.series import (
     MARK_STYLES,
     MOST_POINTS,
@@ -48,6 +49,8 @@ __all__ = [
     "plasticity_figure",
     "savings_figure",
     "savings_over_time_figure",
+    "sieve_figure",
+    "sparsity_figure",
     "timeline_figure",
 ]
 
@@ -228,7 +231,7 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
     if all(row.theoretical is None and row.measured is None for row in rows):
         return empty_figure(title, NO_STEP, theme)
     figure = go.Figure()
-    names = ["<br>(".join(row.quantity.split(" (")) for row in rows]
+    names = ["<br>(".join(_broken(row.quantity).split(" (")) for row in rows]
     looks = (("theoretical", "#E69F00", "/"), ("measured", "#0072B2", ""))
     shares: list[float] = [0.0, 0.1]
     for name, colour, pattern in looks:
@@ -246,7 +249,7 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
             hovertemplate="%{y}: %{x:.2f} %<br>%{customdata}<extra>" + name + "</extra>",
         )  # fmt: skip
     figure.update_layout(barmode="group", bargap=0.3)
-    dress(figure, title, 380, theme)
+    dress(figure, title, max(380, 92 * len(rows)), theme)
     reach = max(shares) - min(shares)
     low = 100 * (min(shares) - 0.22 * reach) if min(shares) < 0 else 0.0
     figure.update_xaxes(
@@ -257,6 +260,17 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
+
+
+def _broken(words: str, most: int = 20) -> str:
+    """A name of a bar in lines of not many more characters than `most`."""
+    lines = [""]
+    for word in words.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) > most and not word.startswith("("):
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(lines)
 
 
 def savings_over_time_figure(history: History, *, x: str = "steps", theme: str = "light") -> go.Figure:

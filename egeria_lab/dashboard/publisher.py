@@ -98,6 +98,7 @@ class Publisher:
         self._settle_until = clock() + SETTLE_SECONDS
         self._rested_as: str | None = None
         self._cost = CostMeter()
+        self._questions: dict[str, Message] = {}  # of each view the newest: the others nobody waits for
         self._unsubscribe = feed.session.events.subscribe(self._on_event)
 
     # -- from any thread ---------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class Publisher:
             self._read(self._mail.popleft(), now)
         if self._plotly_due:
             self._send_plotly()
+        self._answer()
         resting = self._come_to_rest(now)
         if not self._looked_at(now):
             if self._full_due:
@@ -187,6 +189,8 @@ class Publisher:
         elif kind == "plotly":
             self._plotly_due = True
             self._as_text = self._as_text or bool(message.get("as_text"))
+        elif kind == "whatif":
+            self._questions[name] = message
         if kind in ("hello", "view"):
             self._answered = self._seq  # what was under way no longer counts: a page asks for what it lacks
         self._answered = max(self._answered, int(_positive(message.get("seq"), 0)))
@@ -227,9 +231,9 @@ class Publisher:
 
     def _show_state(self, now: float) -> None:
         self._outlet.update(**self._feed.state(), commands=self._controls.report())
-        if now >= self._next_ledger:
+        if now >= self._next_ledger or self._feed.sieve_moved:
             before = self._clock()
-            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction))
+            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction), **self._feed.sieve())
             spent = self._clock() - before
             self._next_ledger = now + max(LEDGER_SECONDS, 100 * spent)
 
@@ -242,6 +246,13 @@ class Publisher:
             self._outlet.rest(state)
         self._rested_as = state if state in RESTING else None
         return now >= self._settle_until
+
+    def _answer(self) -> None:
+        """Answer each view's newest what-if question."""
+        while self._questions:
+            view, question = self._questions.popitem()
+            answer = self._feed.tuner.answer(question)
+            self._outlet.send({"kind": "answer", "view": view, "number": question.get("number"), "answer": answer}, [])
 
     def _send_plotly(self) -> None:
         self._plotly_due = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from egeria_lab.dashboard.series import HANDS, LayerRow
+from egeria_lab.dashboard.sieve_sheet import SieveSource
 from egeria_lab.events import EventLog
 from egeria_lab.history import History
 from egeria_lab.tables import amount, percent
@@ -59,6 +60,8 @@ class SessionView(Protocol):
     def device(self) -> object: ...
     @property
     def layers(self) -> Iterable[LayerRow]: ...
+    @property
+    def sieve(self) -> SieveSource | None: ...
     def settings(self) -> Iterable[SettingRow]: ...
     def setting(self, name: str, layer: str | None = None) -> object: ...
     def savings(self) -> LedgerView: ...
@@ -97,6 +100,7 @@ class SavingRow:
         absolute: the amounts behind the shares.
         why: the reason for a zero, a gap or a loss.
         is_cost: True for what is paid, not saved.
+        unmeasured: what stands in place of a missing measurement.
     """
 
     quantity: str
@@ -105,6 +109,7 @@ class SavingRow:
     absolute: str
     why: str
     is_cost: bool = False
+    unmeasured: str = "not measured"
 
 
 def _part(ledger: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -112,8 +117,11 @@ def _part(ledger: Mapping[str, object], name: str) -> Mapping[str, object]:
     return part if isinstance(part, Mapping) else {}
 
 
+COUNTED, ON_PAPER = "counted, not timed", "on paper only"
+
+
 def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
-    """The ledger as rows: FLOPs, time, memory, and the cost of monitoring.
+    """The ledger as rows: FLOPs, time, memory, what else is on (sieving, sparsity, all together), cost of monitoring.
 
     Args:
         ledger: `session.savings().to_dict()`.
@@ -124,16 +132,15 @@ def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
         ('Computation (FLOPs)', 0.0, None, 'nothing is frozen')
     """
     flops, time, memory = _part(ledger, "flops"), _part(ledger, "time"), _part(ledger, "memory")
-    executed, full = (
-        quantity(flops.get("executed"), "FLOPs"),
-        quantity(flops.get("without_freezing"), "FLOPs"),
-    )
+    several = bool(_part(ledger, "sieve") or _part(ledger, "sparsity"))
+    of_flops = f"{quantity(flops.get('executed'), 'FLOPs')} of {quantity(flops.get('without_freezing'), 'FLOPs')}"
     held = quantity(memory.get("saved_tensor_bytes"), "B")
     held_full = quantity(memory.get("full_saved_tensor_bytes"), "B")
     return [
         SavingRow(
-            "Computation (FLOPs)", number(flops.get("saved_fraction")), None,
-            f"{executed} of {full}", _why(flops, "counted from the operators that ran, not timed"),
+            "Computation by freezing (FLOPs)" if several else "Computation (FLOPs)",
+            number(flops.get("saved_fraction")), None, of_flops,
+            _why(flops, "counted from the operators that ran, not timed"), unmeasured=COUNTED,
         ),
         SavingRow(
             "Training time", number(time.get("predicted_saved_fraction")),
@@ -145,6 +152,8 @@ def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
             "Memory for backward (saved tensors)", number(memory.get("theoretical_saved_fraction")),
             number(memory.get("saved_fraction")), f"{held} of {held_full}", _why(memory),
         ),
+        *_technique_rows(ledger),
+        *_paper_memory_rows(ledger),
         SavingRow(
             "Cost of monitoring", None, number(time.get("monitor_fraction")),
             f"{quantity(time.get('monitor_seconds'), 's')} spent",
@@ -152,6 +161,65 @@ def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
             is_cost=True,
         ),
     ]  # fmt: skip
+
+
+def _technique_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
+    """What sieving and sparsity save of the computation, and all techniques together."""
+    run, sieve, sparsity = _part(ledger, "run"), _part(ledger, "sieve"), _part(ledger, "sparsity")
+    why, rows = _part(ledger, "why"), []
+    if sieve:
+        kept = f"{number(sieve.get('kept')) or 0:,.0f} of {number(sieve.get('total')) or 0:,.0f} samples a pass"
+        rows.append(
+            SavingRow("Computation by sieving (FLOPs)", number(run.get("saved_by_sieving")), None, kept,
+                      str(why.get("sieving", "")), unmeasured=COUNTED)
+        )  # fmt: skip
+    if sparsity:
+        live = f"{percent(number(sparsity.get('density')))} of the masked weights live"
+        rows.append(
+            SavingRow("Computation by sparsity (FLOPs)", number(run.get("saved_by_sparsity")), None, live,
+                      str(why.get("sparsity", "")), unmeasured=ON_PAPER)
+        )  # fmt: skip
+    if rows:
+        of_dense = f"{quantity(run.get('executed'), 'FLOPs')} of {quantity(run.get('dense'), 'FLOPs')}"
+        rows.append(
+            SavingRow("Computation, all together (FLOPs)", number(run.get("saved")), None, of_dense, _factors(run),
+                      unmeasured=ON_PAPER if sparsity else COUNTED)
+        )  # fmt: skip
+    return rows
+
+
+def _factors(run: Mapping[str, object]) -> str:
+    names = {"sieving": "saved_by_sieving", "sparsity": "saved_by_sparsity"}
+    names |= {"freezing": "saved_by_freezing", "cache": "saved_by_caching"}
+    shares = {name: number(run.get(key)) for name, key in names.items()}
+    left = " × ".join(f"(1 − {percent(share)} {name})" for name, share in shares.items() if share)
+    return f"what is left multiplies: {left}" if left else "0: nothing has been saved yet"
+
+
+def _paper_memory_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
+    memory, why = _part(ledger, "paper_memory"), _part(ledger, "why")
+    gradients = _part(memory, "gradients")
+    if not memory:
+        return []
+    least = quantity(gradients.get("minimum"), "B")
+    amount_ = f"{least} at least, {quantity(memory.get('full_bytes'), 'B')} with nothing frozen"
+    mean = number(gradients.get("mean_saved"))
+    reason = str(why.get("paper_memory", ""))
+    return [SavingRow("Memory as the papers count it", mean, None, amount_, reason, unmeasured=ON_PAPER)]
+
+
+def watching_costs(ledger: Mapping[str, object]) -> list[str]:
+    """Time that counting forgetting and keeping masks took, where they are on.
+
+    Example:
+        >>> watching_costs({"sieve": {"seconds": 0.5}, "time": {"train_seconds": 9.5, "monitor_seconds": 0.5}})
+        ['sieve 5.0 %']
+    """
+    time = _part(ledger, "time")
+    spent = (number(time.get("train_seconds")) or 0.0) + (number(time.get("monitor_seconds")) or 0.0)
+    costs = {"sieve": _part(ledger, "sieve").get("seconds"), "masks": _part(ledger, "sparsity").get("seconds")}
+    known = {name: number(seconds) for name, seconds in costs.items()}
+    return [f"{name} {percent(seconds / spent)}" for name, seconds in known.items() if seconds is not None and spent]
 
 
 def _why(part: Mapping[str, object], otherwise: str = "") -> str:
@@ -177,7 +245,8 @@ def headlines(session: SessionView, ledger: Mapping[str, object]) -> list[Headli
         ['0', '–', '0 of 4']
     """
     layers = list(session.layers)
-    flops, time, memory, monitoring = saving_rows(ledger)
+    flops, time, memory, *others, monitoring = saving_rows(ledger)
+    whole = next((row for row in others if "all together" in row.quantity), flops)
     return [
         Headline(
             "Steps trained", f"{session.steps_done:,}",
@@ -185,7 +254,7 @@ def headlines(session: SessionView, ledger: Mapping[str, object]) -> list[Headli
         ),
         _accuracy(session.history),
         _frozen(layers),
-        Headline("Computation saved", percent(flops.theoretical), "theoretical, counted in FLOPs"),
+        Headline("Computation saved", percent(whole.theoretical), "theoretical, counted in FLOPs"),
         Headline("Time saved", percent(time.measured), _beside(time)),
         Headline("Memory saved", percent(memory.measured), _beside(memory)),
         Headline("Monitoring", percent(monitoring.measured), "of all time spent: the price of watching"),

@@ -68,7 +68,9 @@ def test_the_state_is_complete_from_the_first_moment(opened):
     dashboard, _ = opened(told())
     state = dashboard.get_state()
     assert state["status"]["text"].startswith("step 1,400 of 1,400")
-    assert [panel["key"] for panel in state["panels"]] == ["plasticity", "timeline", "loss", "savings"]
+    assert [panel["key"] for panel in state["panels"]] == [
+        "plasticity", "timeline", "loss", "savings", "whatif", "sparsity", "sieve",
+    ]  # fmt: skip
     assert len(state["layers"]) == 5
     assert state["settings"][0]["name"] == "freeze.tolerance"
     json.dumps({name: value for name, value in state.items() if name != "layout"})
