@@ -104,7 +104,7 @@ class SparsityPanel(Panel):
 
 
 PANELS: tuple[type[Panel], ...] = (
-    PlasticityPanel, TimelinePanel, LossPanel, SavingsPanel, WhatIfPanel, SparsityPanel, SievePanel,
+    PlasticityPanel, TimelinePanel, LossPanel, WhatIfPanel, SparsityPanel, SavingsPanel, SievePanel,
 )  # fmt: skip
 """All panels, in the order in which the page shows them."""
 

@@ -23,7 +23,7 @@ dashboard = session.dashboard()
 dashboard
 """
 RUN = "session.start(); session.wait(60)"
-PANELS = ["plasticity", "timeline", "loss", "savings", "whatif", "sparsity", "sieve"]
+PANELS = ["plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve"]
 Open = Callable[..., Any]
 
 

@@ -27,6 +27,7 @@ class Page {
     this.listen();
     this.theme = readTheme(root);
     this.drawState();
+    this.arrange();
     this.redraw(...Object.keys(this.views));
     this.link.hello();
     this.link.plotly().then((Plotly) => {
@@ -132,7 +133,11 @@ class Page {
       for (const key of this.dirty) {
         const view = this.views[key];
         if (!view || this.grid.hidden) continue;
-        this.sections[key].hidden = view.applies === false; // a panel that says nothing about this run is left out
+        const hidden = view.applies === false; // a panel that says nothing about this run is left out
+        if (hidden !== this.sections[key].hidden) {
+          this.sections[key].hidden = hidden;
+          this.arrange();
+        }
         if (view.applies !== false) view.draw();
       }
       this.dirty.clear();
@@ -141,6 +146,13 @@ class Page {
         this.link.acknowledge(this.seq, performance.now() - started);
       }
     });
+  }
+
+  // Panels take half the width where there is room; one that would stand alone in its row takes all of it.
+  arrange() {
+    const shown = Object.keys(this.views).filter((key) => !this.sections[key].hidden);
+    const halves = shown.filter((key) => key !== "sieve" && !this.views[key].wide);
+    for (const key of shown) this.sections[key].classList.toggle("egl-whole", !halves.includes(key) || (halves.length % 2 === 1 && key === halves.at(-1)));
   }
 
   drawState() {

@@ -14,6 +14,8 @@ class SavingsView {
     if (wanted !== this.drawn) {
       this.drawn = wanted;
       this.box.replaceChildren(...rows.map((row) => this.row(row)));
+      this.wide = rows.length > 3; // other techniques beside freezing: side by side
+      this.context.arrange();
     }
     setText(this.cost, watching ? `Cost of watching: ${watching}` : "");
   }

@@ -1,7 +1,8 @@
 // Samples: kept, set aside, discarded over time; how often they are forgotten; and some of them to look at.
 
 const PARTS = [["kept", "trained on"], ["waiting", "set aside"], ["discarded", "discarded by hand"]];
-const MOST_EXCHANGES = 100;
+const MOST_EXCHANGES = 100, MOST_UPRIGHTS = 16;
+const times = (number) => (number === 1 ? "once" : `${say(number)} times`);
 
 class SieveView {
   constructor(panel, context) {
@@ -56,13 +57,13 @@ class SieveView {
     const exchanges = rows.filter((row) => table.columns.removed[row] + table.columns.returned[row] > 0).slice(-MOST_EXCHANGES);
     traces.push({
       type: "scatter", mode: "markers", x: exchanges.map((row) => axis.of(table.step[row])), y: exchanges.map(() => 0.5), yaxis: "y2", hoverinfo: "none",
-      exchanges, marker: { size: 9, symbol: "triangle-down", color: theme.muted },
+      exchanges, cliponaxis: false, marker: { size: 9, symbol: "triangle-down", color: theme.muted },
     });
     this.plot.draw(traces, {
       xaxis: { ...axis.plotly, anchor: "y" }, uirevision: axis.chosen, hovermode: "closest",
       yaxis: { domain: [0, 0.93], rangemode: "tozero", title: { text: "samples", standoff: 10 } },
       yaxis2: { domain: [0.95, 1], range: [0, 1], visible: false, fixedrange: true },
-      shapes: traces.at(-1).x.map((at) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 0.95, layer: "above", line: { color: theme.muted, width: 1, dash: "dot" } })),
+      shapes: (exchanges.length > MOST_UPRIGHTS ? [] : traces.at(-1).x).map((at) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 0.95, layer: "above", line: { color: theme.muted, width: 1, dash: "dot" } })),
     });
     if (this.keyTheme === theme) return;
     this.keyTheme = theme;
@@ -160,8 +161,8 @@ class SieveView {
   }
 
   facts({ seen, events, never, margin, loss }) {
-    const facts = [`presented ${say(seen)} times since the last exchange`];
-    if (events !== undefined) facts.push(never ? "never classified rightly" : `forgotten ${say(events)} times`);
+    const facts = [`presented ${times(seen)} since the last exchange`];
+    if (events !== undefined) facts.push(never ? "never classified rightly" : `forgotten ${times(events)}`);
     if (margin !== undefined) facts.push(`mean margin ${say(margin)}`);
     if (loss !== undefined) facts.push(`newest loss ${say(loss)}`);
     return facts.join(", ");
