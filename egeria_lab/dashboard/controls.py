@@ -140,16 +140,22 @@ class Controls:
 
     def report(self) -> dict[str, list[object]]:
         """What is pending (keys) and what has landed (number, outcome, reason): small, JSON-able."""
-        self._follow_extensions()
+        longer, waiting = "", []
         with self._lock:
-            waiting = [sent for sent in self._sent if sent.receipt.event is None]
             for sent in self._sent:
-                if sent.receipt.event is not None:
-                    rejected = sent.receipt.state == "rejected"
-                    reason = sent.receipt.event.sentence() if rejected else ""
-                    self._landed.append({"number": sent.number, "as": sent.receipt.state, "why": reason})
+                event = sent.receipt.event  # read once: it may land meanwhile
+                if event is None:
+                    waiting.append(sent)
+                    continue
+                rejected = sent.receipt.state == "rejected"
+                reason = event.sentence() if rejected else ""
+                self._landed.append({"number": sent.number, "as": sent.receipt.state, "why": reason})
+                if isinstance(sent.receipt.command, Extend) and not rejected:
+                    longer = sent.number
             self._sent = deque(waiting, maxlen=self._sent.maxlen)
-            return {"pending": [sent.key for sent in waiting], "landed": list(self._landed)}
+        if longer:
+            self._follow_the_plan(longer)
+        return {"pending": [sent.key for sent in waiting], "landed": list(self._landed)}
 
     def _run(self, wish: str) -> None:
         session = self._session
@@ -165,18 +171,13 @@ class Controls:
             self._longer = False
             session.start()  # to the end of the plan as it is now
 
-    def _follow_extensions(self) -> None:
+    def _follow_the_plan(self, number: str) -> None:
         """A run under way, or just finished, goes on to the end of a plan that was lengthened."""
-        with self._lock:
-            landed = [sent for sent in self._sent if isinstance(sent.receipt.command, Extend)]
-            landed = [sent for sent in landed if sent.receipt.state == "done"]
-        if not landed:
-            return
         if self._session.state in ("running", "finished"):
             try:
                 self._session.start()
             except EgeriaLabError as error:
-                self._note(landed[-1].number, "rejected", _one_sentence(error))
+                self._note(number, "rejected", _one_sentence(error))
         else:
             self._longer = True
 

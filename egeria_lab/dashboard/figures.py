@@ -226,12 +226,13 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
         >>> [bar.name for bar in savings_figure(ledger).data]
         ['theoretical', 'measured']
     """
-    title = "Savings against training without freezing"
     rows = saving_rows(ledger)
+    alone = len(rows) == 4
+    title = "Savings against training without freezing" if alone else "Savings of each technique, and all together"
     if all(row.theoretical is None and row.measured is None for row in rows):
         return empty_figure(title, NO_STEP, theme)
     figure = go.Figure()
-    names = ["<br>(".join(_broken(row.quantity).split(" (")) for row in rows]
+    names = ["<br>(".join([_broken(first), *rest]) for first, *rest in (row.quantity.split(" (") for row in rows)]
     looks = (("theoretical", "#E69F00", "/"), ("measured", "#0072B2", ""))
     shares: list[float] = [0.0, 0.1]
     for name, colour, pattern in looks:
@@ -266,7 +267,7 @@ def _broken(words: str, most: int = 20) -> str:
     """A name of a bar in lines of not many more characters than `most`."""
     lines = [""]
     for word in words.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) > most and not word.startswith("("):
+        if lines[-1] and len(lines[-1]) + len(word) > most:
             lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}".strip()

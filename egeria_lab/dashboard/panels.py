@@ -71,7 +71,7 @@ class SavingsPanel(Panel):
 
     key = "savings"
     title = "Savings"
-    hint = "Share of what training without freezing would have taken: what theory says, and what was measured."
+    hint = "Share of what training would have taken without it: what theory says, and what was measured."
 
 
 class WhatIfPanel(Panel):

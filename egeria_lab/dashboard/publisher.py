@@ -94,7 +94,7 @@ class Publisher:
         self._views: dict[str, View] = {}
         self._full_due = self._plotly_due = self._as_text = False
         self._seq = self._answered = 0
-        self._sent_at = self._unanswered_since = self._next_ledger = -1e9
+        self._sent_at = self._unanswered_since = self._next_ledger = self._next_sheet = -1e9
         self._settle_until = clock() + SETTLE_SECONDS
         self._rested_as: str | None = None
         self._cost = CostMeter()
@@ -231,11 +231,12 @@ class Publisher:
 
     def _show_state(self, now: float) -> None:
         self._outlet.update(**self._feed.state(), commands=self._controls.report())
-        if now >= self._next_ledger or self._feed.sieve_moved:
+        if now >= self._next_ledger or (now >= self._next_sheet and self._feed.sieve_moved):
             before = self._clock()
             self._outlet.update(ledger=self._feed.ledger(self._cost.fraction), **self._feed.sieve())
             spent = self._clock() - before
             self._next_ledger = now + max(LEDGER_SECONDS, 100 * spent)
+            self._next_sheet = now + 20 * spent
 
     def _come_to_rest(self, now: float) -> bool:
         """When a run pauses or ends, leave a picture that needs no kernel; True when nothing is to follow."""

@@ -177,7 +177,7 @@ def _technique_sections(session: SessionView, x: str) -> list[str]:
 def _contact_sheet(state: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     """The sieve's numbers, some samples as pictures where there are any, and all of them as a table."""
     counts = [
-        [name if not name[0].isdigit() else f"forgotten {name} times", f"{n:,}"]
+        [name if not name[0].isdigit() else f"forgotten {'once' if name == '1' else f'{name} times'}", f"{n:,}"]
         for name, n in state.get("histogram", ())
     ]
     groups = state.get("groups", [])

@@ -42,7 +42,8 @@ def too_wide(book: Any) -> list[str]:
     return list(
         book.page.evaluate(
             """() => [...document.querySelectorAll(".egl-body, .egl-run, .egl-settings, .egl-sheet, .egl-tuner")]
-              .filter((box) => box.scrollWidth > box.clientWidth + 1).map((box) => `${box.closest("section")?.dataset.panel} ${box.className}: ${box.scrollWidth} > ${box.clientWidth}`)"""
+              .filter((box) => box.scrollWidth > box.clientWidth + 1)
+              .map((box) => `${box.closest("section")?.dataset.panel} ${box.className}`)"""
         )
     )
 
@@ -149,4 +150,37 @@ def test_discard_restore_what_if_axes_and_run_buttons_do_what_they_say(notebook:
     planned = book.ask("session.planned_steps")
     press("+1 epoch")
     book.until(f"session.state == 'finished' and session.steps_done > {planned}")
+    assert book.messages == []
+
+
+SIXTY = """
+import torch
+torch.set_num_threads(1)
+import egeria_lab as lab
+from torch import nn
+blocks = [nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(58)]
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), *blocks, nn.Linear(24, 10))
+session = lab.Session(
+    model, "digits", epochs=4, batch_size=64, optimizer="adam", seed=0, sparsity=lab.MEST(sparsity=0.5),
+    freeze=lab.Plasticity(interval_steps=2, window=4, patience=3, tolerance=0.001, reference="fp32"),
+)
+dashboard = session.dashboard()
+dashboard
+"""
+
+
+def test_sixty_layers_are_drawn_as_pictures_and_the_what_if_answers_at_once(notebook: Open, screenshots: Path) -> None:
+    book = notebook(SIXTY, "session.start(); session.wait(60)", width=1500, height=1900)
+    book.run_all()
+    assert book.errors() == []
+    points(book, "sparsity", 60)
+    kinds = "() => document.querySelector('.egl-sparsity .egl-plot').data.map((trace) => trace.type)"
+    assert book.page.evaluate(kinds) == ["heatmap", "heatmap"]
+    book.dashboard.get_by_label("what if tolerance").fill("330")
+    book.page.wait_for_function("() => /With these settings/.test(document.querySelector('.egl-verdict').textContent)")
+    assert book.dashboard.locator(".egl-whatif .egl-lane-label").count() == 60
+    assert too_wide(book) == []
+    book.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+    book.page.wait_for_timeout(1500)
+    book.page.screenshot(path=screenshots / "sixty-layers.png")
     assert book.messages == []

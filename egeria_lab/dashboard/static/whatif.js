@@ -1,7 +1,7 @@
 // What if: the recorded plasticity under other settings of the rule. Asks the kernel, draws two bars a layer.
 
 const TUNED = ["tolerance", "window", "patience"];
-const ASK_AGAIN_MS = 2000;
+const ASK_AGAIN_MS = 2000, ASK_MS = 250;
 
 class WhatIfView {
   constructor(panel, context) {
@@ -36,12 +36,15 @@ class WhatIfView {
 
   // -- asking --------------------------------------------------------------------------------------------
 
-  // One question under way; while it is, only the newest wish is remembered.
+  // One question under way and at most four a second; meanwhile only the newest wish is remembered.
   ask() {
-    if (this.asked !== undefined) {
+    const wait = (this.askedAt ?? -ASK_MS) + ASK_MS - performance.now();
+    if (this.asked !== undefined || wait > 0) {
       this.again = true;
+      if (this.asked === undefined) this.askSoon ??= setTimeout(() => { this.askSoon = null; this.ask(); }, wait);
       return;
     }
+    this.again = false;
     this.asked = Math.random().toString(36).slice(2);
     this.askedAt = performance.now();
     this.context.link.send({ kind: "whatif", number: this.asked, ...this.chosen });
@@ -54,10 +57,7 @@ class WhatIfView {
     this.asked = undefined;
     this.answer = answer;
     this.restUntil = performance.now() + Math.max(ASK_AGAIN_MS, 50 * (answer.took_ms || 0)); // new readings may wait
-    if (this.again) {
-      this.again = false;
-      this.ask();
-    }
+    if (this.again) this.ask();
     this.context.redraw("whatif");
   }
 
@@ -186,6 +186,7 @@ class WhatIfView {
   }
 
   close() {
+    clearTimeout(this.askSoon);
     clearTimeout(this.lost);
     clearTimeout(this.later);
   }
