@@ -149,11 +149,12 @@ def _maps(
     place[masked] = np.arange(len(masked))
     row_of = place[table["layer"].astype(int)]
     same = np.zeros(len(row_of))
+    end = max(float(table["step"][-1]) + 1, history.steps.last().get("step", 0.0))
     for panel, name, scale, words in ((1, "density", "Cividis", "live"), (2, "churn", "Viridis", "exchanged")):
         steps, grid = reading_grid(table["step"], row_of, table[name], same, len(masked), MOST_STRETCHES)
         figure.add_heatmap(
-            x=x_of_steps(history, steps, x), y=np.arange(len(masked)), z=grid.astype(np.float32), colorscale=scale,
-            hoverongaps=False, row=panel, col=1,
+            x=x_of_steps(history, np.r_[steps, end], x), y=np.arange(len(masked)),
+            z=grid.astype(np.float32), colorscale=scale, hoverongaps=False, row=panel, col=1,
             colorbar={"title": {"text": words, "side": "right"}, "thickness": 12, "len": 0.46, "tickformat": ".0%",
                       "y": 0.78 if panel == 1 else 0.22},
             hovertemplate="layer %{y}, %{x}: %{z:.1%} " + words + "<extra></extra>",

@@ -23,6 +23,7 @@ from egeria_lab.dashboard.figures import savings_figure, sieve_figure, sparsity_
 from egeria_lab.dashboard.publisher import Publisher
 from egeria_lab.dashboard.report import render_report
 from egeria_lab.dashboard.sieve_sheet import MOST_IN_A_GROUP, SHEET_SECONDS, SieveSheet, sheet_table
+from egeria_lab.dashboard.static_view import static_html
 from egeria_lab.dashboard.summary import headlines, saving_rows, watching_costs
 from egeria_lab.dashboard.thumbnails import MOST_PIXELS, image_of, png, thumbnail
 from egeria_lab.dashboard.tuner import MOST_SPANS, Tuner
@@ -470,3 +471,21 @@ def _until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.01)
+
+
+def test_the_still_picture_shows_samples_and_live_weights(all_on):
+    picture = static_html(all_on)
+    assert len(picture) < 150_000
+    assert 'aria-label="samples over training steps"' in picture
+    assert 'aria-label="live weights over training steps"' in picture
+    assert "samples over training steps" not in static_html(told())
+
+
+@pytest.mark.parametrize("num_layers", [3, 60])
+def test_the_still_picture_stays_small(num_layers):
+    session = told(num_layers)
+    for step in range(1401):
+        session.history.sieve.append(step=step, kept=80 + step % 7, waiting=20, discarded=0)
+        for layer in range(num_layers):
+            session.history.sparsity.append(step=step, layer=layer, density=0.2 + 0.01 * (step % 5))
+    assert len(static_html(session)) < 150_000

@@ -65,10 +65,16 @@ class SparsityView {
       for (const row of groups[layer]) cells[place.get(Math.floor(table.step[row] / length))] = row;
       return cells;
     });
+    const first = new Map(); // a column reaches from its first update to the next column's: a density holds until then
+    table.step.subarray(0, table.rows).forEach((step) => {
+      const column = Math.floor(step / length);
+      if (!first.has(column)) first.set(column, step);
+    });
+    const end = Math.max(this.context.data.lastStep, first.get(columns.at(-1)) + 1), edges = [...columns.map((column) => first.get(column)), end].map(this.axis.of);
     const every = Math.ceil(this.masked.length / 14), ticks = this.masked.map((_, i) => i).filter((i) => i % every === 0);
     const names = ticks.map((i) => layers[this.masked[i]]?.name ?? ""), widest = Math.max(4, ...names.map((name) => name.length));
     const map = (name, yaxis, colorscale, title, y, hold) => ({
-      type: "heatmap", x: columns.map((column) => this.axis.of((column + 0.5) * length)), y: this.masked.map((_, i) => i), yaxis, hoverinfo: "none", colorscale,
+      type: "heatmap", x: edges, y: this.masked.map((_, i) => i), yaxis, hoverinfo: "none", colorscale,
       hoverongaps: false, counted: this.cells.flat().filter((row) => row >= 0).length,
       z: this.cells.map((cells) => {
         let before = null;
