@@ -15,9 +15,9 @@ import numpy as np
 from egeria_lab.dashboard.controls import LiveSession, describe_settings
 from egeria_lab.dashboard.frames import MOST_ROWS, Part, bounded
 from egeria_lab.dashboard.panels import PANELS, Panel, columns_needed
+from egeria_lab.dashboard.saving_rows import number, saving_rows, watching_costs
 from egeria_lab.dashboard.series import HANDS, trailing_mean
 from egeria_lab.dashboard.sieve_sheet import SieveSheet
-from egeria_lab.dashboard.summary import number, saving_rows, watching_costs
 from egeria_lab.dashboard.tuner import Tuner
 from egeria_lab.events import (
     EpochFinished,

@@ -27,6 +27,7 @@ from egeria_lab.dashboard.figure_style import (
     marker_of,
 )
 from egeria_lab.dashboard.figure_techniques import sieve_figure, sparsity_figure
+from egeria_lab.dashboard.saving_rows import saving_rows
 from egeria_lab.dashboard.series import (
     MARK_STYLES,
     MOST_POINTS,
@@ -38,7 +39,6 @@ from egeria_lab.dashboard.series import (
     trailing_mean,
     x_of_steps,
 )
-from egeria_lab.dashboard.summary import saving_rows
 from egeria_lab.events import BootstrapFinished, Event
 from egeria_lab.history import Array, History
 from egeria_lab.tables import percent

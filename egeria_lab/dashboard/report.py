@@ -28,13 +28,12 @@ from egeria_lab.dashboard.figures import (
     timeline_figure,
 )
 from egeria_lab.dashboard.report_style import CSS, THEME_SCRIPT
+from egeria_lab.dashboard.saving_rows import SavingRow, saving_rows
 from egeria_lab.dashboard.sieve_sheet import SieveSheet, sheet_table
 from egeria_lab.dashboard.summary import (
-    SavingRow,
     SessionView,
     headlines,
     layer_rows,
-    saving_rows,
     setting_rows,
 )
 from egeria_lab.errors import EgeriaLabError

@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from egeria_lab.algorithms.sieve_membership import DISCARDED_KEPT, KEPT
 from egeria_lab.dashboard.thumbnails import image_of, thumbnail
 from egeria_lab.data.datasets import ArrayDataset
-from egeria_lab.engine.sieving import SieveLook, labels_of
+from egeria_lab.engine.sieve_look import SieveLook
+from egeria_lab.engine.sieving import labels_of
 from egeria_lab.events import EventLog, SamplesSieved
 from egeria_lab.history import History
 

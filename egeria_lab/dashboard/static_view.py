@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from egeria_lab.dashboard.figure_style import COLOURS, MOST_LINES, NO_READING, NO_STEP
+from egeria_lab.dashboard.saving_rows import saving_rows
 from egeria_lab.dashboard.series import (
     MARK_STYLES,
     SMALLEST,
@@ -24,7 +25,7 @@ from egeria_lab.dashboard.series import (
     thin,
     trailing_mean,
 )
-from egeria_lab.dashboard.summary import SessionView, headlines, saving_rows
+from egeria_lab.dashboard.summary import SessionView, headlines
 from egeria_lab.dashboard.svg import Frame, dot, fallback, legend, line, panel, rectangle, text
 from egeria_lab.events import EpochFinished, Event
 from egeria_lab.history import Array, History

@@ -8,7 +8,7 @@ from typing import Any
 
 from egeria_lab.algorithms.what_if import what_if
 from egeria_lab.algorithms.what_if_record import RecordedRun, WhatIf
-from egeria_lab.dashboard.summary import number
+from egeria_lab.dashboard.saving_rows import number
 from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import EgeriaLabError
 

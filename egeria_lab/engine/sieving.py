@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -26,6 +24,7 @@ from egeria_lab.algorithms.sieve_settings import LossSieve, ManualSieve, OneShot
 from egeria_lab.algorithms.sieve_update import SieveUpdate
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.sieve_look import SieveLook, look_at
 from egeria_lab.engine.signals import SampleSignals
 from egeria_lab.errors import InvalidSettingError
 from egeria_lab.events import Event, EventLog, SamplesDiscarded, SamplesRestored, SamplesSieved
@@ -33,31 +32,6 @@ from egeria_lab.history import History
 
 MOST_IDS_IN_AN_EVENT = 100_000
 """An event names the samples that moved, up to so many; beyond, `session.sieve` still knows where each one is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SieveLook:
-    """Where every sample of a training set is, and what is known of it: copies, one value a sample.
-
-    Attributes:
-        method: name of the sieve's settings.
-        status: a constant of `egeria_lab.algorithms.sieve_membership`, int8.
-        presented: presentations in the present interval, int32.
-        events: forgetting events in it, int32; of a one-shot sieve both since the start.
-        never_correct: presented and wrong each time so far, bool.
-        margin: mean margin of the present interval, float32, NaN where unknown.
-        losses: newest loss, float32, NaN where unknown; None where the sieve looks at no loss.
-        judges: the sieve counts forgetting, so that `events` says something.
-    """
-
-    method: str
-    status: NDArray[np.int8]
-    presented: NDArray[np.int32]
-    events: NDArray[np.int32]
-    never_correct: NDArray[np.bool_]
-    margin: NDArray[np.float32]
-    losses: NDArray[np.float32] | None
-    judges: bool
 
 
 class SessionSieve:
@@ -121,23 +95,7 @@ class SessionSieve:
         Safe from any thread while training goes on: it only reads. A copy made in the middle of an exchange may
         hold one half of it; the next one holds all.
         """
-        made = self._made
-        if made is None:
-            return None
-        log, whole = made.log, isinstance(made.settings, OneShotSieve)
-        events, presented = (log.events_total, log.presented_total) if whole else (log.events, log.presented)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            margin = log.margin_sum.numpy() / log.presented.numpy().astype(np.float32)
-        return SieveLook(
-            method=type(made.settings).__name__,
-            status=made.members.status.numpy().copy(),
-            presented=presented.numpy().copy(),
-            events=events.numpy().copy(),
-            never_correct=log.ever.numpy() == 0,
-            margin=margin.astype(np.float32),
-            losses=None if made.losses is None else made.losses.losses.numpy().copy(),
-            judges="correct" in made.needs,
-        )
+        return None if self._made is None else look_at(self._made)
 
     @property
     def dataset(self) -> Any:

@@ -22,9 +22,10 @@ from egeria_lab.dashboard.feed import Feed
 from egeria_lab.dashboard.figures import savings_figure, sieve_figure, sparsity_figure
 from egeria_lab.dashboard.publisher import Publisher
 from egeria_lab.dashboard.report import render_report
+from egeria_lab.dashboard.saving_rows import saving_rows, watching_costs
 from egeria_lab.dashboard.sieve_sheet import MOST_IN_A_GROUP, SHEET_SECONDS, SieveSheet, sheet_table
 from egeria_lab.dashboard.static_view import static_html
-from egeria_lab.dashboard.summary import headlines, saving_rows, watching_costs
+from egeria_lab.dashboard.summary import headlines
 from egeria_lab.dashboard.thumbnails import MOST_PIXELS, image_of, png, thumbnail
 from egeria_lab.dashboard.tuner import MOST_SPANS, Tuner
 from egeria_lab.events import LayerFrozen, RunPaused, RunResumed, SamplesSieved
