@@ -1,6 +1,7 @@
 """The sieve of one session: told about every step, followed by the sampler, written down in history and events.
 
-A session without a sieve has one too as soon as somebody discards a sample by hand.
+A session without a sieve has one too as soon as somebody discards a sample by hand. The file is one piece because
+it is the public face of sieving: most of it is signatures and what they promise.
 """
 
 from __future__ import annotations
