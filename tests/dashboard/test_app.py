@@ -217,7 +217,7 @@ def test_what_a_saved_notebook_holds_is_small(opened):
     until(lambda: front.custom("plotly") and front.frames)
     saved = json.dumps({k: v for k, v in dashboard.get_state().items() if isinstance(v, (str, dict, list))})
     shown, _ = dashboard._repr_mimebundle_()
-    assert len(saved) + len(json.dumps(shown)) < 300_000
+    assert len(saved) + len(json.dumps(shown)) < 400_000
     assert "plotly.js v" not in saved
 
 

@@ -490,3 +490,45 @@ def test_the_still_picture_stays_small(num_layers):
         for layer in range(num_layers):
             session.history.sparsity.append(step=step, layer=layer, density=0.2 + 0.01 * (step % 5))
     assert len(static_html(session)) < 150_000
+
+
+def test_a_watched_run_with_everything_on_is_the_same_training():
+    """Sheets, pictures, what-if answers and frames are made from another thread while it trains."""
+
+    def make():
+        return small(
+            epochs=6, freeze=lab.Plasticity(interval_steps=2, window=6, patience=5, tolerance=0.3, reference="fp32"),
+            sieve=CirculantSieve(fraction=0.25, interval_epochs=1), sparsity=lab.MEST(sparsity=0.8),
+        )  # fmt: skip
+
+    plain, watched = make(), make()
+    outlet = Outlet()
+    publisher = Publisher(Feed(watched), Controls(watched), outlet, rate_hz=4)
+    page = Page(publisher.receive)
+    publisher.start()
+    page.say("hello")
+    watched.start()
+    asked = 0
+    while watched.state == "running":
+        page.say("whatif", number=str(asked), tolerance=0.1 + 0.01 * (asked % 20))
+        asked += 1
+        if outlet.frames:
+            page.acknowledge(outlet.frames[-1][0]["seq"])
+        SieveSheet(watched).state()
+        time.sleep(0.01)
+    watched.wait(20)
+    _until(lambda: any("spans" in header["answer"] for header, _ in outlet.other))
+    publisher.close()
+    plain.run(progress=False)
+    assert asked > 5
+    assert outlet.traits["sieve"]["kept"] > 0
+    for table, column in (
+        ("steps", "loss"),
+        ("plasticity", "value"),
+        ("sieve", "forgetting_events"),
+        ("sparsity", "churn"),
+    ):
+        np.testing.assert_array_equal(plain.history[table][column], watched.history[table][column])
+    assert torch.equal(plain.sieve.kept_ids(), watched.sieve.kept_ids())
+    for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(one, other)
