@@ -24,7 +24,7 @@ from egeria_lab.dashboard.static_view import static_html
 
 SCRIPTS = (
     "data.js", "link.js", "theme.js", "plot.js", "plasticity.js", "loss.js", "timeline.js",
-    "savings.js", "controls.js", "dashboard.js",
+    "savings.js", "sieve.js", "sparsity.js", "whatif.js", "controls.js", "dashboard.js",
 )  # fmt: skip
 """The page's parts, in the order in which they are joined into one module."""
 
@@ -35,8 +35,10 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 @cache
 def _static(*names: str) -> str:
+    """The files one after the other, without indentation and comment lines: every saved notebook holds them."""
     folder = files("egeria_lab.dashboard").joinpath("static")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    lines = (line.strip() for name in names for line in folder.joinpath(name).read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -63,6 +65,8 @@ class Dashboard(anywidget.AnyWidget):
     words: Any = traitlets.List().tag(sync=True)
     commands = traitlets.Dict().tag(sync=True)
     ledger = traitlets.Dict().tag(sync=True)
+    sieve = traitlets.Dict().tag(sync=True)
+    pictures = traitlets.Dict().tag(sync=True)
     panels: Any = traitlets.List().tag(sync=True)
     notice = traitlets.Unicode().tag(sync=True)
     snapshot = traitlets.Unicode().tag(sync=True)
@@ -72,7 +76,8 @@ class Dashboard(anywidget.AnyWidget):
         self._session = session
         self._shown: dict[str, int] = {}  # display -> steps done when its still picture was made
         feed, controls = Feed(session), Controls(session)
-        super().__init__(panels=describe(), **feed.state(), ledger=feed.ledger(None), commands=controls.report())
+        state = {**feed.state(), **feed.sieve()}
+        super().__init__(panels=describe(), **state, ledger=feed.ledger(None), commands=controls.report())
         self._publisher = Publisher(feed, controls, _Outlet(self), rate_hz=rate_hz)
         receive = self._publisher.receive
         self.on_msg(lambda widget, content, buffers: receive(content))

@@ -16,16 +16,21 @@ from typing import Protocol
 from egeria_lab.commands import (
     Command,
     CommandQueue,
+    Discard,
+    Extend,
     FreezeLayer,
     Override,
     PinLayer,
     Receipt,
     Reset,
+    Restore,
     ThawLayer,
     UnpinLayer,
 )
+from egeria_lab.config import LEARNING_RATE
 from egeria_lab.dashboard.summary import SessionView, SettingRow
-from egeria_lab.errors import EgeriaLabError
+from egeria_lab.errors import EgeriaLabError, InvalidSettingError
+from egeria_lab.events import Event, RunFailed, RunPaused, RunResumed, RunStarted, RunStopped
 
 PRIMARY_SETTING = "freeze.tolerance"
 """The setting that stands in the open; the others are folded away under "more"."""
@@ -37,6 +42,13 @@ LAYER_COMMANDS: dict[str, Callable[..., Command]] = {
     "unpin": UnpinLayer,
 }
 """What the buttons of a layer put."""
+
+SAMPLE_COMMANDS: dict[str, Callable[..., Command]] = {"discard": Discard, "restore": Restore}
+"""What the buttons of a sample put."""
+
+RUN_WISHES = ("play", "pause", "stop", "step")
+MOST_IDS = 10_000
+"""A page may ask for so many samples at once."""
 
 NUM_REMEMBERED = 64
 """How many landed commands are reported to the page; a page asks for its own by number."""
@@ -102,18 +114,20 @@ class Controls:
         self._sent: deque[Sent] = deque(maxlen=4 * NUM_REMEMBERED)
         self._landed: deque[dict[str, str]] = deque(maxlen=NUM_REMEMBERED)
         self._lock = threading.Lock()
+        self._longer = False  # the plan was lengthened while the run stood still
 
     def handle(self, request: Mapping[str, object]) -> None:
         """Do what the page asks; a request that cannot be done is reported as rejected, with the reason.
 
         Args:
             request: ``{"do": "freeze" | "thaw" | "pin" | "unpin", "layer"}``,
-                ``{"do": "set", "name", "value", "layer"}``, ``{"do": "reset", "name", "layer"}`` or
-                ``{"do": "play" | "pause" | "stop"}``, each with the page's own ``"number"``.
+                ``{"do": "set", "name", "value", "layer"}``, ``{"do": "reset", "name", "layer"}``,
+                ``{"do": "extend", "epochs"}``, ``{"do": "halve_rate"}``, ``{"do": "discard" | "restore", "ids"}`` or
+                ``{"do": "play" | "pause" | "stop" | "step"}``, each with the page's own ``"number"``.
         """
         number = str(request.get("number", ""))
         try:
-            if request.get("do") in ("play", "pause", "stop"):
+            if request.get("do") in RUN_WISHES:
                 self._run(str(request["do"]))
                 self._note(number, "done", "")
             else:
@@ -126,15 +140,22 @@ class Controls:
 
     def report(self) -> dict[str, list[object]]:
         """What is pending (keys) and what has landed (number, outcome, reason): small, JSON-able."""
+        longer, waiting = "", []
         with self._lock:
-            waiting = [sent for sent in self._sent if sent.receipt.event is None]
             for sent in self._sent:
-                if sent.receipt.event is not None:
-                    rejected = sent.receipt.state == "rejected"
-                    reason = sent.receipt.event.sentence() if rejected else ""
-                    self._landed.append({"number": sent.number, "as": sent.receipt.state, "why": reason})
+                event = sent.receipt.event  # read once: it may land meanwhile
+                if event is None:
+                    waiting.append(sent)
+                    continue
+                rejected = sent.receipt.state == "rejected"
+                reason = event.sentence() if rejected else ""
+                self._landed.append({"number": sent.number, "as": sent.receipt.state, "why": reason})
+                if isinstance(sent.receipt.command, Extend) and not rejected:
+                    longer = sent.number
             self._sent = deque(waiting, maxlen=self._sent.maxlen)
-            return {"pending": [sent.key for sent in waiting], "landed": list(self._landed)}
+        if longer:
+            self._follow_the_plan(longer)
+        return {"pending": [sent.key for sent in waiting], "landed": list(self._landed)}
 
     def _run(self, wish: str) -> None:
         session = self._session
@@ -142,16 +163,37 @@ class Controls:
             session.pause()
         elif wish == "stop":
             session.stop()
-        elif session.state == "paused":
+        elif wish == "step":
+            step_once(session)
+        elif session.state == "paused" and not self._longer:
             session.resume()
         else:
-            session.start()
+            self._longer = False
+            session.start()  # to the end of the plan as it is now
+
+    def _follow_the_plan(self, number: str) -> None:
+        """A run under way, or just finished, goes on to the end of a plan that was lengthened."""
+        if self._session.state in ("running", "finished"):
+            try:
+                self._session.start()
+            except EgeriaLabError as error:
+                self._note(number, "rejected", _one_sentence(error))
+        else:
+            self._longer = True
 
     def _command(self, request: Mapping[str, object]) -> tuple[str, Command]:
         wish = str(request.get("do"))
         layer = None if request.get("layer") is None else str(request["layer"])
         if wish in LAYER_COMMANDS:
             return f"layer:{layer}", LAYER_COMMANDS[wish](layer=str(request["layer"]), by="dashboard")
+        if wish in SAMPLE_COMMANDS:
+            ids = _sample_ids(request["ids"])
+            return f"samples:{ids[0]}", SAMPLE_COMMANDS[wish](ids=ids, by="dashboard")
+        if wish == "extend":
+            return "extend", Extend(epochs=self._number("epochs", request["epochs"]), by="dashboard")
+        if wish == "halve_rate":
+            rate = self._newest_rate() / 2
+            return f"set:{LEARNING_RATE}:", Override(name=LEARNING_RATE, value=rate, by="dashboard")
         name = str(request["name"])
         key = f"set:{name}:{layer or ''}"
         if wish == "reset":
@@ -167,9 +209,42 @@ class Controls:
         whole = any(row.name == name and row.integer for row in self._session.settings())
         return round(given) if whole else float(given)
 
+    def _newest_rate(self) -> float:
+        """The peak learning rate as it will be once everything that waits has landed."""
+        with self._lock:
+            waiting = [sent.receipt.command for sent in self._sent if sent.receipt.event is None]
+        asked = [c.value for c in waiting if isinstance(c, Override) and c.name == LEARNING_RATE]
+        newest = asked[-1] if asked else self._session.setting(LEARNING_RATE)
+        if not isinstance(newest, (int, float)):
+            raise InvalidSettingError(f"{LEARNING_RATE} must be a number to be halved, got {newest!r}.")
+        return float(newest)
+
     def _note(self, number: str, outcome: str, why: str) -> None:
         with self._lock:
             self._landed.append({"number": number, "as": outcome, "why": why})
+
+
+def step_once(session: LiveSession) -> None:
+    """Let a paused run make one step and stand still again.
+
+    Nothing is trained here: the run is resumed, and asked to pause by its own word that it goes on.
+
+    Raises:
+        InvalidSettingError: when the run is not paused.
+    """
+    if session.state != "paused":
+        raise InvalidSettingError(f"one step at a time works while a run is paused, and it is {session.state}.")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, RunPaused):
+            session.resume()  # a run begun anew after an interrupt stood still before its first step
+        elif isinstance(event, (RunStarted, RunResumed)):
+            session.pause()
+        if isinstance(event, (RunResumed, RunStopped, RunFailed)):
+            end()
+
+    end = session.events.subscribe(on_event)
+    session.resume()
 
 
 def describe_settings(session: LiveSession) -> list[dict[str, object]]:
@@ -199,6 +274,13 @@ def _own_values(session: LiveSession, row: SettingControl) -> dict[str, object]:
         return {}
     values = {layer.name: session.setting(row.name, layer=layer.name) for layer in session.layers}
     return {name: value for name, value in values.items() if value != row.value}
+
+
+def _sample_ids(given: object) -> tuple[int, ...]:
+    whole = isinstance(given, (list, tuple)) and all(isinstance(i, int) and not isinstance(i, bool) for i in given)
+    if not whole or not isinstance(given, (list, tuple)) or not 1 <= len(given) <= MOST_IDS:
+        raise ValueError(f"ids must be 1 to {MOST_IDS:,} whole numbers, got {given!r}.")
+    return tuple(int(i) for i in given)
 
 
 def _one_sentence(error: BaseException) -> str:

@@ -15,8 +15,10 @@ import numpy as np
 from egeria_lab.dashboard.controls import LiveSession, describe_settings
 from egeria_lab.dashboard.frames import MOST_ROWS, Part, bounded
 from egeria_lab.dashboard.panels import PANELS, Panel, columns_needed
+from egeria_lab.dashboard.saving_rows import number, saving_rows, watching_costs
 from egeria_lab.dashboard.series import HANDS, trailing_mean
-from egeria_lab.dashboard.summary import number, saving_rows
+from egeria_lab.dashboard.sieve_sheet import SieveSheet
+from egeria_lab.dashboard.tuner import Tuner
 from egeria_lab.events import (
     EpochFinished,
     Event,
@@ -98,6 +100,18 @@ class Feed:
         self._settings: list[dict[str, object]] | None = None
         self._rewinds = (session.history.rewinds, session.events.rewinds)
         self._is_anew = False
+        self._flops = (0, 0.0)  # FLOPs of so many first rows of the table of steps
+        self._sheet = SieveSheet(session)
+        self.tuner = Tuner(session)
+
+    @property
+    def sieve_moved(self) -> bool:
+        """Samples were exchanged, discarded or restored since the last call of `sieve`."""
+        return self._sheet.moved
+
+    def sieve(self) -> dict[str, object]:
+        """The slow state of the sieve panel: its numbers and samples, and the samples' pictures by id."""
+        return {"sieve": self._sheet.state(), "pictures": self._sheet.pictures()}
 
     @property
     def session(self) -> LiveSession:
@@ -156,12 +170,11 @@ class Feed:
         Args:
             dashboard_fraction: the publisher's share of the training time, or None before there is one.
         """
-        rows = saving_rows(self._session.savings().to_dict())
+        ledger = self._session.savings().to_dict()
+        rows = saving_rows(ledger)
         cost = next((row.measured for row in rows if row.is_cost), None)
-        return {
-            "rows": [asdict(row) for row in rows if not row.is_cost],
-            "watching": f"monitoring {percent(cost)}, dashboard {percent(dashboard_fraction)}",
-        }
+        watching = [f"monitoring {percent(cost)}", f"dashboard {percent(dashboard_fraction)}", *watching_costs(ledger)]
+        return {"rows": [asdict(row) for row in rows if not row.is_cost], "watching": ", ".join(watching)}
 
     def _table(self, name: str) -> Table:
         return self._lanes.table if name == "lanes" else self._session.history[name]
@@ -171,6 +184,7 @@ class Feed:
         count = start + len(rows["step"])
         if name == "steps":
             rows |= self._means(start, count)
+            rows["flops"] = self._work(start, rows["train_flops"])
         notes: Sequence[str] = self._lanes.notes[start:count] if name == "lanes" else ()
         columns = {column: rows[column] for column in self._needs[name]}
         self._sent[name] = count
@@ -183,6 +197,15 @@ class Feed:
             f"{name}_mean": trailing_mean(rows[name][: count - before], MEAN_STEPS)[start - before :]
             for name in ("loss", "accuracy")
         }
+
+    def _work(self, start: int, flops: Array) -> Array:
+        """FLOPs up to each row, from those up to the row before the first."""
+        known, total = self._flops
+        if start != known:
+            total = float(np.nansum(self._session.history.steps["train_flops"][:start]))
+        sums = np.asarray(total + np.cumsum(np.nan_to_num(flops)), dtype=np.float64)
+        self._flops = (start + len(sums), float(sums[-1]) if len(sums) else total)
+        return sums
 
     def _say(self, event: Event) -> None:
         if isinstance(event, EpochFinished):

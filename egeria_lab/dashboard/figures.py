@@ -26,6 +26,8 @@ from egeria_lab.dashboard.figure_style import (
     mark_traces,
     marker_of,
 )
+from egeria_lab.dashboard.figure_techniques import sieve_figure, sparsity_figure
+from egeria_lab.dashboard.saving_rows import saving_rows
 from egeria_lab.dashboard.series import (
     MARK_STYLES,
     MOST_POINTS,
@@ -37,7 +39,6 @@ from egeria_lab.dashboard.series import (
     trailing_mean,
     x_of_steps,
 )
-from egeria_lab.dashboard.summary import saving_rows
 from egeria_lab.events import BootstrapFinished, Event
 from egeria_lab.history import Array, History
 from egeria_lab.tables import percent
@@ -48,6 +49,8 @@ __all__ = [
     "plasticity_figure",
     "savings_figure",
     "savings_over_time_figure",
+    "sieve_figure",
+    "sparsity_figure",
     "timeline_figure",
 ]
 
@@ -223,12 +226,13 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
         >>> [bar.name for bar in savings_figure(ledger).data]
         ['theoretical', 'measured']
     """
-    title = "Savings against training without freezing"
     rows = saving_rows(ledger)
+    alone = len(rows) == 4
+    title = "Savings against training without freezing" if alone else "Savings of each technique, and all together"
     if all(row.theoretical is None and row.measured is None for row in rows):
         return empty_figure(title, NO_STEP, theme)
     figure = go.Figure()
-    names = ["<br>(".join(row.quantity.split(" (")) for row in rows]
+    names = ["<br>(".join([_broken(first), *rest]) for first, *rest in (row.quantity.split(" (") for row in rows)]
     looks = (("theoretical", "#E69F00", "/"), ("measured", "#0072B2", ""))
     shares: list[float] = [0.0, 0.1]
     for name, colour, pattern in looks:
@@ -246,7 +250,7 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
             hovertemplate="%{y}: %{x:.2f} %<br>%{customdata}<extra>" + name + "</extra>",
         )  # fmt: skip
     figure.update_layout(barmode="group", bargap=0.3)
-    dress(figure, title, 380, theme)
+    dress(figure, title, max(380, 92 * len(rows)), theme)
     reach = max(shares) - min(shares)
     low = 100 * (min(shares) - 0.22 * reach) if min(shares) < 0 else 0.0
     figure.update_xaxes(
@@ -257,6 +261,17 @@ def savings_figure(ledger: Mapping[str, object], *, theme: str = "light") -> go.
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
+
+
+def _broken(words: str, most: int = 20) -> str:
+    """A name of a bar in lines of not many more characters than `most`."""
+    lines = [""]
+    for word in words.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) > most:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(lines)
 
 
 def savings_over_time_figure(history: History, *, x: str = "steps", theme: str = "light") -> go.Figure:

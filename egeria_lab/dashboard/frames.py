@@ -17,8 +17,16 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Positions = NDArray[np.intp]
 
-MOST_ROWS = {"steps": 2048, "plasticity": 16384, "epochs": 2048, "lanes": 4096}
+MOST_ROWS = {
+    "steps": 2048, "plasticity": 16384, "epochs": 2048, "lanes": 4096, "sieve": 1024, "sparsity": 8192,
+}  # fmt: skip
 """The most rows of each table in one message; what is more is thinned."""
+
+KEYS = {"steps": "loss", "plasticity": "value", "epochs": "valid_loss", "sieve": "kept", "sparsity": "churn"}
+"""The column whose lowest and highest values thinning keeps."""
+
+LAYERED = ("plasticity", "sparsity")
+"""Tables with a row for each layer module; every layer is thinned by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,8 @@ def bounded(part: Part) -> Part:
     if part.table == "lanes":
         kept = np.arange(len(part.x) - most, len(part.x))
     else:
-        key = part.columns["value" if part.table == "plasticity" else "loss"]
-        group = part.columns["layer"] if part.table == "plasticity" else np.zeros(len(part.x))
+        key = part.columns[KEYS[part.table]]
+        group = part.columns["layer"] if part.table in LAYERED else np.zeros(len(part.x))
         num_groups = max(1, len(np.unique(group)))
         kept = thin(part.x, key, group, max(1, most // (2 * num_groups)))
     columns = {name: column[kept] for name, column in part.columns.items()}

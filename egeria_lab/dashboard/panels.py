@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+AXIS_COLUMNS = ("epoch", "samples", "flops", "elapsed_seconds")
+"""Columns of the table ``steps`` from which the page knows where a step lies on its other x axes."""
+
 
 class Panel:
     """One picture of a run; a subclass says what it needs, ``static/`` holds how it is drawn.
@@ -18,7 +21,7 @@ class Panel:
         title: heading of the panel.
         hint: one line for somebody who sees the panel for the first time.
         needs: table name → columns, besides the step, which is always sent. The feed makes ``loss_mean``
-            and ``accuracy_mean``.
+            and ``accuracy_mean``, and ``flops``, the work up to each step.
     """
 
     key: ClassVar[str]
@@ -48,7 +51,7 @@ class LossPanel(Panel):
     title = "Loss and accuracy"
     hint = "Freezing should not bend these curves. Marks show where a layer froze or thawed."
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "steps": ("loss", "loss_mean", "accuracy_mean"),
+        "steps": ("loss", "loss_mean", "accuracy_mean", *AXIS_COLUMNS),
         "epochs": ("epoch", "train_loss", "train_accuracy", "valid_loss", "valid_accuracy"),
         "lanes": ("layer", "kind", "by"),
     }
@@ -68,10 +71,41 @@ class SavingsPanel(Panel):
 
     key = "savings"
     title = "Savings"
-    hint = "Share of what training without freezing would have taken: what theory says, and what was measured."
+    hint = "Share of what training would have taken without it: what theory says, and what was measured."
 
 
-PANELS: tuple[type[Panel], ...] = (PlasticityPanel, TimelinePanel, LossPanel, SavingsPanel)
+class WhatIfPanel(Panel):
+    """What the recorded plasticity would have frozen under other settings of the rule."""
+
+    key = "whatif"
+    title = "What if?"
+    hint = "Move a setting: the lower bar of each layer shows when it would have been frozen. Nothing is trained."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"lanes": ("layer", "kind", "by")}
+
+
+class SievePanel(Panel):
+    """Which samples are trained on, set aside and discarded; shown where samples can be left out."""
+
+    key = "sieve"
+    title = "Samples"
+    hint = "Which samples are trained on. Choose one to see what it is, to discard it or to restore it."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "sieve": ("kept", "waiting", "discarded", "removed", "returned"),
+    }
+
+
+class SparsityPanel(Panel):
+    """How many weights of each layer are live, and how many were exchanged; shown where weights are masked."""
+
+    key = "sparsity"
+    title = "Sparsity"
+    hint = "Share of live weights in each layer, and the share of them that each mask update exchanged."
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"sparsity": ("layer", "density", "churn")}
+
+
+PANELS: tuple[type[Panel], ...] = (
+    PlasticityPanel, TimelinePanel, LossPanel, WhatIfPanel, SparsityPanel, SavingsPanel, SievePanel,
+)  # fmt: skip
 """All panels, in the order in which the page shows them."""
 
 

@@ -94,10 +94,11 @@ class Publisher:
         self._views: dict[str, View] = {}
         self._full_due = self._plotly_due = self._as_text = False
         self._seq = self._answered = 0
-        self._sent_at = self._unanswered_since = self._next_ledger = -1e9
+        self._sent_at = self._unanswered_since = self._next_ledger = self._next_sheet = -1e9
         self._settle_until = clock() + SETTLE_SECONDS
         self._rested_as: str | None = None
         self._cost = CostMeter()
+        self._questions: dict[str, Message] = {}  # of each view the newest: the others nobody waits for
         self._unsubscribe = feed.session.events.subscribe(self._on_event)
 
     # -- from any thread ---------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class Publisher:
             self._read(self._mail.popleft(), now)
         if self._plotly_due:
             self._send_plotly()
+        self._answer()
         resting = self._come_to_rest(now)
         if not self._looked_at(now):
             if self._full_due:
@@ -187,6 +189,8 @@ class Publisher:
         elif kind == "plotly":
             self._plotly_due = True
             self._as_text = self._as_text or bool(message.get("as_text"))
+        elif kind == "whatif":
+            self._questions[name] = message
         if kind in ("hello", "view"):
             self._answered = self._seq  # what was under way no longer counts: a page asks for what it lacks
         self._answered = max(self._answered, int(_positive(message.get("seq"), 0)))
@@ -227,11 +231,12 @@ class Publisher:
 
     def _show_state(self, now: float) -> None:
         self._outlet.update(**self._feed.state(), commands=self._controls.report())
-        if now >= self._next_ledger:
+        if now >= self._next_ledger or (now >= self._next_sheet and self._feed.sieve_moved):
             before = self._clock()
-            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction))
+            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction), **self._feed.sieve())
             spent = self._clock() - before
             self._next_ledger = now + max(LEDGER_SECONDS, 100 * spent)
+            self._next_sheet = now + 20 * spent
 
     def _come_to_rest(self, now: float) -> bool:
         """When a run pauses or ends, leave a picture that needs no kernel; True when nothing is to follow."""
@@ -242,6 +247,13 @@ class Publisher:
             self._outlet.rest(state)
         self._rested_as = state if state in RESTING else None
         return now >= self._settle_until
+
+    def _answer(self) -> None:
+        """Answer each view's newest what-if question."""
+        while self._questions:
+            view, question = self._questions.popitem()
+            answer = self._feed.tuner.answer(question)
+            self._outlet.send({"kind": "answer", "view": view, "number": question.get("number"), "answer": answer}, [])
 
     def _send_plotly(self) -> None:
         self._plotly_due = False

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -22,15 +23,17 @@ from egeria_lab.dashboard.figures import (
     plasticity_figure,
     savings_figure,
     savings_over_time_figure,
+    sieve_figure,
+    sparsity_figure,
     timeline_figure,
 )
 from egeria_lab.dashboard.report_style import CSS, THEME_SCRIPT
+from egeria_lab.dashboard.saving_rows import SavingRow, saving_rows
+from egeria_lab.dashboard.sieve_sheet import SieveSheet, sheet_table
 from egeria_lab.dashboard.summary import (
-    SavingRow,
     SessionView,
     headlines,
     layer_rows,
-    saving_rows,
     setting_rows,
 )
 from egeria_lab.errors import EgeriaLabError
@@ -139,6 +142,7 @@ def render_report(session: SessionView, *, x: str = "steps") -> str:
         _figure("timeline", timeline_figure(history, events, layers, x=x)),
         f'<div class="pair">{_figure("savings", savings_figure(ledger))}'
         f"{_figure('savings-over-time', savings_over_time_figure(history, x=x))}</div>",
+        *_technique_sections(session, x),
         _section("Savings, and the reason for each zero", _savings_table(saving_rows(ledger))),
         _section("Layers", _scroll(html_table(*layer_rows(layers, ledger)), "wide")),
         _section("What happened", _event_table(events)),
@@ -154,6 +158,42 @@ def render_report(session: SessionView, *, x: str = "steps") -> str:
         f"{''.join(sections)}</main><script>{THEME_SCRIPT.replace('__THEMES__', json.dumps(THEMES))}</script>"
         "</body></html>\n"
     )
+
+
+def _technique_sections(session: SessionView, x: str) -> list[str]:
+    """What runs beside freezing, as far as it is on."""
+    sections = []
+    if len(session.history.sparsity):
+        sections.append(_figure("sparsity", sparsity_figure(session.history, session.layers, x=x)))
+    sheet = SieveSheet(session)
+    state = sheet.state()
+    if len(session.history.sieve) or state:
+        sections.append(_figure("sieve", sieve_figure(session.history, x=x)))
+        sections.append(_section("Samples", _contact_sheet(state, sheet.pictures())))
+    return sections
+
+
+def _contact_sheet(state: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """The sieve's numbers, some samples as pictures where there are any, and all of them as a table."""
+    counts = [
+        [name if not name[0].isdigit() else f"forgotten {'once' if name == '1' else f'{name} times'}", f"{n:,}"]
+        for name, n in state.get("histogram", ())
+    ]
+    groups = state.get("groups", [])
+    rows = []
+    for group in groups:
+        shown = [item for item in group["items"] if str(item["id"]) in pictures]
+        images = "".join(
+            f'<figure><img src="{pictures[str(item["id"])]}" alt="sample {item["id"]}" width="56" height="56">'
+            f"<figcaption>{html.escape(item['label'])}<br>#{item['id']}</figcaption></figure>"
+            for item in shown
+        )
+        if images:
+            rows.append(f'<h3>{html.escape(group["title"])}</h3><div class="sheet">{images}</div>')
+    why = f'<p class="note">{html.escape(state["why_no_histogram"])}</p>' if state.get("why_no_histogram") else ""
+    table = html_table(["since the last exchange", "samples"], counts) if counts else ""
+    both = f'<div class="pair"><div>{"".join(rows)}</div><div>{table}{why}</div></div>'
+    return both + _scroll(html_table(*sheet_table(groups)))
 
 
 def _header(session: SessionView, ledger: Mapping[str, object]) -> str:

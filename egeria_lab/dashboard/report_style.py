@@ -33,6 +33,10 @@ table { border-collapse: collapse; width: 100%; font-size: .87rem; font-variant-
 th { position: sticky; top: 0; background: var(--card); box-shadow: inset 0 -2px var(--line); }
 th, td { padding: 5px 10px 5px 0; vertical-align: top; }
 td { border-bottom: 1px solid var(--line); }
+h3 { font-size: .92rem; margin: 10px 0 4px; }
+.sheet { display: flex; flex-wrap: wrap; gap: 8px; }
+.sheet figure { margin: 0; text-align: center; font-size: .75rem; line-height: 1.25; color: var(--faint); }
+.sheet img { display: block; margin: 0 auto; image-rendering: pixelated; border-radius: 3px; }
 @media print { section, .card { break-inside: avoid; } .scroll { max-height: none; overflow: visible; } }
 """
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from egeria_lab.dashboard.figure_style import COLOURS, MOST_LINES, NO_READING, NO_STEP
+from egeria_lab.dashboard.saving_rows import saving_rows
 from egeria_lab.dashboard.series import (
     MARK_STYLES,
     SMALLEST,
@@ -21,9 +22,10 @@ from egeria_lab.dashboard.series import (
     marks,
     reading_grid,
     spans,
+    thin,
     trailing_mean,
 )
-from egeria_lab.dashboard.summary import SessionView, headlines, saving_rows
+from egeria_lab.dashboard.summary import SessionView, headlines
 from egeria_lab.dashboard.svg import Frame, dot, fallback, legend, line, panel, rectangle, text
 from egeria_lab.events import EpochFinished, Event
 from egeria_lab.history import Array, History
@@ -68,6 +70,8 @@ def static_html(session: SessionView) -> str:
         *_plasticity(history, layers),
         _timeline(history, events, layers),
         _savings(ledger),
+        *_samples(history),
+        *_sparsity(history),
     ]
     cards = headlines(session, ledger)[1:]
     numbers = " · ".join(f"{card.label.lower()} <b>{html.escape(card.value)}</b>" for card in cards)
@@ -232,6 +236,52 @@ def _timeline(history: History, events: list[Event], layers: Sequence[LayerRow])
         ("pinned (narrow)", SPAN_LOOKS["pin"][0], ""),
     ])  # fmt: skip
     return panel(title, frame.svg("".join(body), "which layers were frozen when") + key)
+
+
+def _samples(history: History) -> list[str]:
+    """Samples trained on, set aside and discarded, where any was ever left out."""
+    table = history.sieve.rows()
+    if not len(table["step"]):
+        return []
+    names = {"kept": "trained on", "waiting": "set aside", "discarded": "discarded by hand"}
+    curves = [_held(table["step"], table[name], history) for name in names]
+    return [
+        panel("Samples", _lines_from_zero(curves, history, "", "samples over training steps", list(names.values())))
+    ]
+
+
+def _sparsity(history: History) -> list[str]:
+    """Live weights over training: of each layer, or of the mean where they are many."""
+    table = history.sparsity.rows()
+    if not len(table["step"]):
+        return []
+    masked = [int(i) for i in np.unique(table["layer"])]
+    if len(masked) > MOST_LINES:
+        steps, grid = reading_grid(
+            table["step"], table["layer"], table["density"], np.zeros(len(table["step"])), masked[-1] + 1, MOST_POINTS
+        )
+        curves, names = [_held(steps, np.nanmean(grid[masked], axis=0) * 100, history)], ["mean of the layers"]
+    else:
+        rows = [np.flatnonzero(table["layer"] == index) for index in masked]
+        curves = [_held(table["step"][mine], table["density"][mine] * 100, history) for mine in rows]
+        names = [history.layer_names[index] for index in masked]
+    return [panel("Live weights", _lines_from_zero(curves, history, " %", "live weights over training steps", names))]
+
+
+def _held(step: Array, y: Array, history: History) -> Curve:
+    """What was written down at some steps and holds until the next of them, or until now."""
+    end = max(float(step[-1]), history.steps.last().get("step", 0.0))
+    kept = thin(y, MOST_POINTS // 2)
+    at, y = np.r_[step[kept], end], y[kept]
+    return Curve(np.r_[at[0], np.repeat(at[1:], 2)][: 2 * len(y)], np.repeat(y, 2), np.zeros(2 * len(y), dtype=np.intp))
+
+
+def _lines_from_zero(curves: list[Curve], history: History, unit: str, label: str, names: list[str]) -> str:
+    zero = Curve(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.intp))
+    last = max(history.steps.last().get("step", 1.0), max(float(drawn.x[-1]) for drawn in curves), 1.0)
+    frame = Frame.around([*curves, zero], x_end=last, unit=unit)
+    body = frame.axes("training step") + "".join(line(frame, drawn, *_look(i)) for i, drawn in enumerate(curves))
+    return frame.svg(body, label) + legend([(name, *_look(i)) for i, name in enumerate(names)])
 
 
 def _savings(ledger: Mapping[str, object]) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from egeria_lab.dashboard.saving_rows import SavingRow, number, quantity, saving_rows
 from egeria_lab.dashboard.series import HANDS, LayerRow
+from egeria_lab.dashboard.sieve_sheet import SieveSource
 from egeria_lab.events import EventLog
 from egeria_lab.history import History
-from egeria_lab.tables import amount, percent
+from egeria_lab.tables import percent
 
 
 class SettingRow(Protocol):
@@ -59,103 +60,11 @@ class SessionView(Protocol):
     def device(self) -> object: ...
     @property
     def layers(self) -> Iterable[LayerRow]: ...
+    @property
+    def sieve(self) -> SieveSource | None: ...
     def settings(self) -> Iterable[SettingRow]: ...
     def setting(self, name: str, layer: str | None = None) -> object: ...
     def savings(self) -> LedgerView: ...
-
-
-def number(value: object) -> float | None:
-    """`value` as a finite float, or None when it is missing or not a number.
-
-    Example:
-        >>> number(2), number(None), number(float("nan"))
-        (2.0, None, None)
-    """
-    if isinstance(value, (int, float)) and math.isfinite(value):
-        return float(value)
-    return None
-
-
-def quantity(value: object, unit: str) -> str:
-    """A quantity with a readable prefix, or a dash when it is missing.
-
-    Example:
-        >>> quantity(1_234_000_000, "FLOPs"), quantity(None, "s")
-        ('1.23 GFLOPs', '–')
-    """
-    known = number(value)
-    return "–" if known is None else amount(known, unit)
-
-
-@dataclass(frozen=True, slots=True)
-class SavingRow:
-    """One line of the savings table; shares are fractions of training without freezing.
-
-    Attributes:
-        theoretical: what the cost model says, or None when it says nothing about this quantity.
-        measured: what was measured, or None when it was not.
-        absolute: the amounts behind the shares.
-        why: the reason for a zero, a gap or a loss.
-        is_cost: True for what is paid, not saved.
-    """
-
-    quantity: str
-    theoretical: float | None
-    measured: float | None
-    absolute: str
-    why: str
-    is_cost: bool = False
-
-
-def _part(ledger: Mapping[str, object], name: str) -> Mapping[str, object]:
-    part = ledger.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
-    """The ledger as rows: FLOPs, time, memory, and the cost of monitoring.
-
-    Args:
-        ledger: `session.savings().to_dict()`.
-
-    Example:
-        >>> row = saving_rows({"flops": {"saved_fraction": 0.0, "why": "nothing is frozen"}})[0]
-        >>> row.quantity, row.theoretical, row.measured, row.why
-        ('Computation (FLOPs)', 0.0, None, 'nothing is frozen')
-    """
-    flops, time, memory = _part(ledger, "flops"), _part(ledger, "time"), _part(ledger, "memory")
-    executed, full = (
-        quantity(flops.get("executed"), "FLOPs"),
-        quantity(flops.get("without_freezing"), "FLOPs"),
-    )
-    held = quantity(memory.get("saved_tensor_bytes"), "B")
-    held_full = quantity(memory.get("full_saved_tensor_bytes"), "B")
-    return [
-        SavingRow(
-            "Computation (FLOPs)", number(flops.get("saved_fraction")), None,
-            f"{executed} of {full}", _why(flops, "counted from the operators that ran, not timed"),
-        ),
-        SavingRow(
-            "Training time", number(time.get("predicted_saved_fraction")),
-            number(time.get("measured_saved_fraction")),
-            f"{quantity(time.get('train_seconds'), 's')} trained",
-            _why(time),
-        ),
-        SavingRow(
-            "Memory for backward (saved tensors)", number(memory.get("theoretical_saved_fraction")),
-            number(memory.get("saved_fraction")), f"{held} of {held_full}", _why(memory),
-        ),
-        SavingRow(
-            "Cost of monitoring", None, number(time.get("monitor_fraction")),
-            f"{quantity(time.get('monitor_seconds'), 's')} spent",
-            "of all time spent; not subtracted above",
-            is_cost=True,
-        ),
-    ]  # fmt: skip
-
-
-def _why(part: Mapping[str, object], otherwise: str = "") -> str:
-    return str(part.get("why") or "") or otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +86,8 @@ def headlines(session: SessionView, ledger: Mapping[str, object]) -> list[Headli
         ['0', '–', '0 of 4']
     """
     layers = list(session.layers)
-    flops, time, memory, monitoring = saving_rows(ledger)
+    flops, time, memory, *others, monitoring = saving_rows(ledger)
+    whole = next((row for row in others if "all together" in row.quantity), flops)
     return [
         Headline(
             "Steps trained", f"{session.steps_done:,}",
@@ -185,7 +95,7 @@ def headlines(session: SessionView, ledger: Mapping[str, object]) -> list[Headli
         ),
         _accuracy(session.history),
         _frozen(layers),
-        Headline("Computation saved", percent(flops.theoretical), "theoretical, counted in FLOPs"),
+        Headline("Computation saved", percent(whole.theoretical), "theoretical, counted in FLOPs"),
         Headline("Time saved", percent(time.measured), _beside(time)),
         Headline("Memory saved", percent(memory.measured), _beside(memory)),
         Headline("Monitoring", percent(monitoring.measured), "of all time spent: the price of watching"),

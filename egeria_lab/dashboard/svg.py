@@ -70,7 +70,8 @@ class Frame:
         """Both axes: three faint lines across with their values, and the x axis."""
         marks = []
         for value in np.linspace(self.y_low, self.y_high, 3):
-            word = f"{10**value:.0e}" if self.log else f"{value:.3g}{self.unit}"
+            large = abs(value) >= 1000
+            word = f"{10**value:.0e}" if self.log else f"{value:{',.0f' if large else '.3g'}}{self.unit}"
             y = self.y(value)
             marks.append(
                 f'<path d="M{self.left} {y:.1f}H{self.width - 12}" stroke="currentColor" '

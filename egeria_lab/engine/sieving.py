@@ -1,6 +1,7 @@
 """The sieve of one session: told about every step, followed by the sampler, written down in history and events.
 
-A session without a sieve has one too as soon as somebody discards a sample by hand.
+A session without a sieve has one too as soon as somebody discards a sample by hand. The file is one piece because
+it is the public face of sieving: most of it is signatures and what they promise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from egeria_lab.algorithms.sieving.update import SieveUpdate
 from egeria_lab.config import derive_seed
 from egeria_lab.data.labels import labels_of
 from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.sieve_look import SieveLook, look_at
 from egeria_lab.engine.signals import SampleSignals
 from egeria_lab.errors import DataError, InvalidSettingError
 from egeria_lab.events import Event, EventLog, SamplesDiscarded, SamplesRestored, SamplesSieved
@@ -88,6 +90,19 @@ class SessionSieve:
     def histogram(self) -> dict[str, int]:
         """Number of kept samples by forgetting events in the present interval."""
         return self._sieve.histogram()
+
+    def look(self) -> SieveLook | None:
+        """Copies for a view; None without a sieve and before anything was discarded.
+
+        Safe from any thread while training goes on: it only reads. A copy made in the middle of an exchange may
+        hold one half of it; the next one holds all.
+        """
+        return None if self._made is None else look_at(self._made)
+
+    @property
+    def dataset(self) -> Any:
+        """The training set; sample ids are positions in it."""
+        return self._source.dataset
 
     def samples(self, ids: Sequence[int] | Tensor) -> list[Any]:
         """What the training set holds under these ids, as it hands it out."""

@@ -81,6 +81,7 @@ class FakeSession:
     planned_steps: int = 0
     steps_per_epoch: int = 47
     device: str = "cpu"
+    sieve: object = None
     commands: CommandQueue = field(default_factory=CommandQueue)
     overrides: dict[tuple[str, str], float] = field(default_factory=dict)
 

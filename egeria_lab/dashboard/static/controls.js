@@ -1,6 +1,7 @@
 // Play, pause, stop; the line of state; one slider a setting. Each does nothing but send a request.
 
 const ICONS = {
+  step: "M2 1.5v11l7-5.5zM10 1.5h2.5v11H10z",
   play: "M3 1.5v11l9-5.5z", pause: "M2.5 1.5h3v11h-3zM8.5 1.5h3v11h-3z", stop: "M2 2h10v10H2z",
 };
 
@@ -14,7 +15,10 @@ class RunBar {
   constructor(context) {
     this.context = context;
     const press = (action) => () => context.request({ do: action }, `run:${action}`);
-    this.buttons = Object.fromEntries(["play", "pause", "stop"].map((action) => [action, iconButton(action, press(action))]));
+    this.buttons = Object.fromEntries(["play", "pause", "step", "stop"].map((action) => [action, iconButton(action, press(action))]));
+    this.extend = this.wish("+1 epoch", { do: "extend", epochs: 1 }, "extend",
+      "Lengthen the plan by one pass over the data; the learning-rate schedule is planned again. Applies: next step");
+    this.halve = this.wish("halve rate", { do: "halve_rate" }, "set:optimizer.lr:", "Halve the peak learning rate. Applies: next step");
     this.name = make("strong", { class: "egl-name" });
     this.state = make("span", { class: "egl-state" });
     this.line = make("span", { class: "egl-line", role: "status", "aria-live": "polite" });
@@ -22,7 +26,25 @@ class RunBar {
     this.progress = make("div", { class: "egl-progress", role: "progressbar", "aria-label": "Training progress", "aria-valuemin": "0" }, this.fill);
     this.node = make("header", { class: "egl-run" },
       make("div", { class: "egl-buttons", role: "group", "aria-label": "Run" }, ...Object.values(this.buttons)),
-      make("div", { class: "egl-where" }, make("div", { class: "egl-title" }, this.name, this.state), this.line), this.progress);
+      make("div", { class: "egl-where" }, make("div", { class: "egl-title" }, this.name, this.state), this.line),
+      make("div", { class: "egl-extra" }, this.extend, this.halve, this.axisChoice()), this.progress);
+  }
+
+  // A button for a command: marked while it waits for the next step.
+  wish(word, wish, key, about) {
+    const button = make("button", { type: "button", class: "egl-mini egl-wish", title: about, onclick: () => this.context.request(wish, key) }, word);
+    button.key = key;
+    return button;
+  }
+
+  axisChoice() {
+    const { context } = this, id = `egl-${context.id}-x`;
+    const options = Object.keys(X_AXES).map((name) => make("option", { value: name, selected: name === context.choices.x }, name));
+    const select = make("select", { id, title: "What all charts have along their x axis", onchange: () => {
+      context.choices.x = select.value;
+      context.redraw(...Object.keys(context.views));
+    } }, ...options);
+    return make("span", { class: "egl-axis-choice" }, make("label", { for: id }, "x axis"), select);
   }
 
   draw() {
@@ -31,13 +53,20 @@ class RunBar {
     setText(this.state, offline ? "kernel not connected" : state || "");
     this.state.dataset.state = offline ? "gone" : state;
     setText(this.line, status.text || "");
-    const can = { play: state !== "running", pause: state === "running", stop: state === "running" || state === "paused" };
-    const words = { play: { paused: "Resume", idle: "Start" }[state] || "Play", pause: "Pause", stop: "Stop" };
-    const hints = { play: "Train in the background", pause: "Pause at the next step boundary; everything is kept", stop: "End the run at the next step boundary; the model stays usable" };
+    const can = { play: state !== "running", pause: state === "running", step: state === "paused", stop: state === "running" || state === "paused" };
+    const words = { play: { paused: "Resume", idle: "Start" }[state] || "Play", pause: "Pause", step: "Step", stop: "Stop" };
+    const hints = { play: "Train in the background", pause: "Pause at the next step boundary; everything is kept", step: "Train one step and pause again; works while paused", stop: "End the run at the next step boundary; the model stays usable" };
     for (const [action, button] of Object.entries(this.buttons)) {
       setText(button.lastChild, words[action]);
       button.disabled = offline || !can[action];
       button.title = `${words[action]}: ${hints[action]}`;
+    }
+    const rate = (model.get("settings") || []).find((row) => row.name === "optimizer.lr");
+    setText(this.halve, rate ? `halve rate (${say(rate.value)})` : "halve rate");
+    this.halve.hidden = !rate;
+    for (const button of [this.extend, this.halve]) {
+      button.disabled = offline;
+      button.classList.toggle("egl-waiting", this.context.isPending(button.key));
     }
     const share = status.planned ? Math.min(1, status.step / status.planned) : 0;
     this.fill.style.width = `${100 * share}%`;

@@ -1,9 +1,13 @@
 // Puts the page together: what anywidget calls, what is redrawn when, and what shows without a kernel.
 
-const VIEWS = { plasticity: PlasticityView, loss: LossView, timeline: TimelineView, savings: SavingsView };
+const VIEWS = {
+  plasticity: PlasticityView, loss: LossView, timeline: TimelineView, savings: SavingsView, sieve: SieveView, sparsity: SparsityView,
+  whatif: WhatIfView,
+};
 const REDRAWN_BY = {
-  steps: ["loss", "timeline"], epochs: ["loss"], plasticity: ["plasticity", "timeline"], lanes: ["plasticity", "loss", "timeline"],
-  layers: ["plasticity", "timeline"], ledger: ["savings"], commands: ["timeline"],
+  steps: ["loss", "timeline"], epochs: ["loss", "sieve", "sparsity"], plasticity: ["plasticity", "timeline", "whatif"],
+  lanes: ["plasticity", "loss", "timeline", "whatif"], layers: ["plasticity", "timeline"], ledger: ["savings"],
+  commands: ["timeline", "sieve"], sieve: ["sieve"], pictures: ["sieve"], sparsity: ["sparsity"], settings: ["whatif"],
 };
 const WITHOUT_KERNEL_MS = 3500;
 
@@ -19,15 +23,16 @@ class Page {
     this.offline = false;
     this.Plotly = null;
     this.build();
-    this.link = new Link(model, { onFrame: (content, buffers) => this.take(content, buffers), onSilence: (ms) => this.silence(ms) });
+    this.link = new Link(model, { onFrame: (content, buffers) => this.take(content, buffers), onSilence: (ms) => this.silence(ms), onAnswer: (content) => this.views.whatif?.take(content) });
     this.listen();
     this.theme = readTheme(root);
     this.drawState();
+    this.arrange();
     this.redraw(...Object.keys(this.views));
     this.link.hello();
     this.link.plotly().then((Plotly) => {
       this.Plotly = Plotly;
-      this.redraw("plasticity", "loss");
+      this.redraw(...Object.keys(this.views));
     }, (error) => this.link.closed || this.say(`The chart library did not load: ${error.message}`));
   }
 
@@ -53,27 +58,29 @@ class Page {
     this.root.append(make("span", { class: "egl-probe" }), this.run.node, this.settings.node, this.alert, this.note, this.grid, this.kept, this.log);
     this.tip = new Tip(this.root);
     this.views = {};
+    this.sections = {};
     for (const { key, title, hint } of this.model.get("panels") || []) {
       if (!VIEWS[key]) continue;
       const tools = make("div", { class: "egl-tools" }), body = make("div", { class: "egl-body" });
       const head = make("div", { class: "egl-head" }, make("h3", {}, title), tools);
-      this.grid.append(make("section", { class: `egl-panel egl-${key}`, "data-panel": key }, head, make("p", { class: "egl-hint" }, hint), body));
+      this.sections[key] = make("section", { class: `egl-panel egl-${key}`, "data-panel": key }, head, make("p", { class: "egl-hint" }, hint), body);
+      this.grid.append(this.sections[key]);
       this.views[key] = new VIEWS[key]({ tools, body }, this);
     }
   }
 
   listen() {
-    for (const trait of ["status", "settings", "layers", "words", "commands", "ledger", "notice"]) {
+    for (const trait of ["status", "settings", "layers", "words", "commands", "ledger", "notice", "sieve", "pictures"]) {
       this.model.on(`change:${trait}`, () => {
-        if (trait === "ledger" || trait === "layers" || trait === "commands") this.redraw(...REDRAWN_BY[trait]);
-        this.drawState();
+        if (REDRAWN_BY[trait]) this.redraw(...REDRAWN_BY[trait]);
+        if (trait !== "pictures") this.drawState();
       });
     }
     this.model.on("comm_live_update", () => this.link.hello()); // the kernel went or came back
     this.stopTheme = watchTheme(() => this.retheme());
     this.sizes = new ResizeObserver(() => {
       this.retheme(); // the first time we are in the page at all
-      this.redraw("plasticity", "loss", "timeline");
+      this.redraw("plasticity", "loss", "timeline", "sieve", "sparsity", "whatif");
     });
     for (const panel of [this.grid, ...this.grid.querySelectorAll(".egl-body")]) this.sizes.observe(panel);
     let onScreen = true;
@@ -124,7 +131,14 @@ class Page {
       }
       const started = performance.now();
       for (const key of this.dirty) {
-        if (this.views[key] && !this.grid.hidden) this.views[key].draw();
+        const view = this.views[key];
+        if (!view || this.grid.hidden) continue;
+        const hidden = view.applies === false; // a panel that says nothing about this run is left out
+        if (hidden !== this.sections[key].hidden) {
+          this.sections[key].hidden = hidden;
+          this.arrange();
+        }
+        if (view.applies !== false) view.draw();
       }
       this.dirty.clear();
       if (this.seq !== this.acknowledged) {
@@ -132,6 +146,13 @@ class Page {
         this.link.acknowledge(this.seq, performance.now() - started);
       }
     });
+  }
+
+  // Panels take half the width where there is room; one that would stand alone in its row takes all of it.
+  arrange() {
+    const shown = Object.keys(this.views).filter((key) => !this.sections[key].hidden);
+    const halves = shown.filter((key) => key !== "sieve" && !this.views[key].wide);
+    for (const key of shown) this.sections[key].classList.toggle("egl-whole", !halves.includes(key) || (halves.length % 2 === 1 && key === halves.at(-1)));
   }
 
   drawState() {
@@ -161,7 +182,7 @@ class Page {
   request(wish, key) {
     this.mine.set(key, this.link.request(wish));
     this.drawState();
-    this.redraw("timeline");
+    this.redraw("timeline", "sieve");
   }
 
   isPending(key) {
@@ -199,7 +220,7 @@ class Page {
     this.kept.hidden = false;
     this.kept.prepend(make("p", { class: "egl-saved" }, picture ? "saved picture, kernel not connected" : "kernel not connected"));
     this.drawState();
-    this.redraw("timeline");
+    this.redraw("timeline", "sieve", "whatif");
   }
 
   connect() {
@@ -224,7 +245,7 @@ class Page {
 }
 
 export default () => {
-  const kept = { mode: "plasticity", hiddenLayers: new Set(), layers: {}, more: false };
+  const kept = { mode: "plasticity", x: "steps", whatif: {}, hiddenLayers: new Set(), layers: {}, more: false };
   return {
     render({ model, el }) {
       const root = document.createElement("div");

@@ -1,7 +1,12 @@
 // The page's copy of the tables: numbers in typed arrays, thinned the same way as the kernel thins them.
 
-const MOST_ROWS = { steps: 2048, plasticity: 16384, epochs: 2048, lanes: 4096 };
-const KEY_COLUMN = { steps: "loss", plasticity: "value", epochs: "valid_loss" };
+const MOST_ROWS = { steps: 2048, plasticity: 16384, epochs: 2048, lanes: 4096, sieve: 1024, sparsity: 8192 };
+const KEY_COLUMN = { steps: "loss", plasticity: "value", epochs: "valid_loss", sieve: "kept", sparsity: "churn" };
+const LAYERED = ["plasticity", "sparsity"]; // a row for each layer: every layer is thinned by itself
+const X_AXES = { // what a chart can have along its x axis: title, and the column of the table of steps
+  steps: ["training step", null], epochs: ["passes over the training data (epochs)", "epoch"], samples: ["training samples seen", "samples"],
+  FLOPs: ["training work done (FLOPs)", "flops"], seconds: ["elapsed time (seconds)", "elapsed_seconds"],
+};
 const MOST_STRETCHES = 200; // two rows each: at most 400 points a trace
 const FLOOR = 1e-12; // logarithmic axes show nothing below
 
@@ -115,14 +120,14 @@ class Table {
   compact() {
     const most = MOST_ROWS[this.name];
     let kept;
-    if (this.name === "plasticity") {
+    if (LAYERED.includes(this.name)) {
       const groups = new Map();
       this.column("layer").forEach((layer, row) => {
         if (!groups.has(layer)) groups.set(layer, []);
         groups.get(layer).push(row);
       });
       const each = Math.max(1, Math.floor(most / (2 * groups.size)));
-      kept = [...groups.values()].flatMap((rows) => thin(this.step, this.columns.value, rows, each, this.lastStep));
+      kept = [...groups.values()].flatMap((rows) => thin(this.step, this.columns[KEY_COLUMN[this.name]], rows, each, this.lastStep));
       kept.sort((a, b) => a - b);
     } else if (this.name === "lanes") {
       kept = this.all().slice(-most);
@@ -157,5 +162,27 @@ class Data {
   get lastStep() {
     const { steps, plasticity } = this.tables;
     return Math.max(steps.lastStep, plasticity.lastStep);
+  }
+
+  // Where steps lie on an x axis: a function of the step, straight between the steps that we hold.
+  placing(axis) {
+    const name = X_AXES[axis]?.[1];
+    if (!name) return (step) => step;
+    const { steps } = this.tables, column = steps.column(name), at = [0], x = [0];
+    for (let row = 0; row < column.length; row++) {
+      if (Number.isNaN(column[row])) continue;
+      at.push(steps.step[row]);
+      x.push(column[row]);
+    }
+    return (step) => {
+      let low = 0, high = at.length - 1;
+      if (step >= at[high]) return x[high];
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (at[middle] <= step) low = middle;
+        else high = middle;
+      }
+      return x[low] + (x[high] - x[low]) * (step - at[low]) / (at[high] - at[low]);
+    };
   }
 }

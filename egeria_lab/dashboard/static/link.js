@@ -19,11 +19,12 @@ async function unpackPlotly(packed) {
 }
 
 class Link {
-  constructor(model, { onFrame, onSilence }) {
+  constructor(model, { onFrame, onSilence, onAnswer }) {
     this.model = model;
     this.view = Math.random().toString(36).slice(2, 10);
     this.onFrame = onFrame;
     this.onSilence = onSilence;
+    this.onAnswer = onAnswer;
     this.visible = true;
     this.hz = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1 : 4;
     this.waitingSince = null;
@@ -54,6 +55,10 @@ class Link {
   }
 
   receive(content, views) {
+    if (content.kind === "answer") {
+      if (content.view === this.view) this.onAnswer(content);
+      return;
+    }
     if (content.kind !== "frame" && content.kind !== "plotly") return;
     const expected = content.kind === "plotly" ? 1 : 2 * content.parts.length;
     const raw = content.text ? content.text.map(bytesOfText) : (views || []).map(bytesOf);

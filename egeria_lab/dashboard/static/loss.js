@@ -11,6 +11,7 @@ class LossView {
 
   draw() {
     const { data, theme } = this.context, { steps, epochs } = data.tables;
+    this.axis = sharedAxis(this.context);
     const kept = steps.drawn(steps.all());
     const ended = epochs.drawn(epochs.all());
     const train = theme.layers[0], valid = theme.dark ? "#E69F00" : "#D55E00";
@@ -25,7 +26,7 @@ class LossView {
       thinLine("loss", "y"), strong("loss_mean", "y"), checked("valid_loss", "y"),
       strong("accuracy_mean", "y2"), checked("valid_accuracy", "y2"), marks.trace,
     ], {
-      xaxis: { ...stepAxis(this.context), anchor: "y2" }, hovermode: "closest", shapes: marks.lines,
+      xaxis: { ...this.axis.plotly, anchor: "y2" }, hovermode: "closest", uirevision: this.axis.chosen, shapes: marks.lines,
       yaxis: { domain: [0.46, 0.93], rangemode: "tozero", nticks: 5, title: { text: "loss", standoff: 10 } },
       yaxis2: { domain: [0, 0.38], tickformat: ".0%", nticks: 6, title: { text: "accuracy", standoff: 10 } },
       yaxis3: { domain: [0.95, 1], range: [0, 1], visible: false, fixedrange: true },
@@ -34,13 +35,14 @@ class LossView {
   }
 
   line(table, rows, name, yaxis, line, opacity, called) {
-    const column = table.column(name), x = [], y = [];
+    const column = table.column(name), x = [], y = [], steps = [];
     for (const row of rows) {
       if (Number.isNaN(column[row])) continue;
-      x.push(table.step[row]);
+      x.push(this.axis.of(table.step[row]));
       y.push(column[row]);
+      steps.push(table.step[row]);
     }
-    return { type: "scatter", mode: "lines", x, y, yaxis, line, opacity, hoverinfo: "none", called: `${called} ${name.replace("_mean", "").replace("valid_", "")}` };
+    return { type: "scatter", mode: "lines", x, y, steps, yaxis, line, opacity, hoverinfo: "none", called: `${called} ${name.replace("_mean", "").replace("valid_", "")}` };
   }
 
   marks() {
@@ -50,12 +52,12 @@ class LossView {
     for (let row = 0; row < lanes.rows; row++) {
       const kind = lanes.columns.kind[row], byHand = lanes.columns.by[row] === HAND;
       if (kind > 1) continue;
-      const colour = kind === 1 ? theme.thaw : byHand ? theme.hand : theme.rule, x = lanes.step[row];
+      const colour = kind === 1 ? theme.thaw : byHand ? theme.hand : theme.rule, x = this.axis.of(lanes.step[row]);
       trace.x.push(x);
       trace.y.push(0.5);
       trace.marker.color.push(colour);
       trace.marker.symbol.push(kind === 1 ? "circle-open" : byHand ? "diamond-open" : "diamond");
-      trace.tips.push(`step ${say(x)}: ${layers[lanes.columns.layer[row]]?.name ?? ""} ${kind === 1 ? "thawed" : "frozen"} by ${byHand ? "hand" : "the rule"}\n${lanes.notes[row]}`);
+      trace.tips.push(`step ${say(lanes.step[row])}: ${layers[lanes.columns.layer[row]]?.name ?? ""} ${kind === 1 ? "thawed" : "frozen"} by ${byHand ? "hand" : "the rule"}\n${lanes.notes[row]}`);
       if (lines.length < 100) lines.push({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 0.95, layer: "below", line: { color: colour, width: 1, dash: "dot" } });
     }
     return { trace, lines };
@@ -76,7 +78,7 @@ class LossView {
   describe(point) {
     if (point.data.tips) return point.data.tips[point.pointIndex];
     const percent = point.data.yaxis === "y2";
-    return `step ${say(point.x)}: ${point.data.called} ${percent ? `${(100 * point.y).toFixed(1)} %` : say(point.y)}`;
+    return `step ${say(point.data.steps[point.pointIndex])}: ${point.data.called} ${percent ? `${(100 * point.y).toFixed(1)} %` : say(point.y)}`;
   }
 
   close() {

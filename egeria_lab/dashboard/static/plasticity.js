@@ -54,13 +54,13 @@ class PlasticityView {
   }
 
   colour(layer) {
-    const { layers } = this.context.theme;
-    return layers[layer % layers.length];
+    return layerColour(this.context.theme, layer);
   }
 
   drawLines() {
     const table = this.context.data.tables.plasticity, groups = table.byLayer(this.context.layers.length);
     const slopes = this.mode !== "plasticity";
+    this.axis = sharedAxis(this.context);
     const traces = [], ends = { x: [], y: [], colour: [], shape: [], row: [] };
     this.span = [Infinity, 0];
     groups.forEach((rows, layer) => {
@@ -81,13 +81,13 @@ class PlasticityView {
     });
     const [low, high] = this.span;
     this.plot.draw(traces, {
-      xaxis: stepAxis(this.context),
+      xaxis: this.axis.plotly,
       yaxis: {
         type: "log", dtick: 1, exponentformat: "power", tickfont: { size: 10 }, // powers are drawn a quarter larger
         range: decades(high ? low : 1e-4, high || 1),
         title: { text: slopes ? "|slope| per reading" : "plasticity", standoff: 10 },
       },
-      uirevision: this.mode,
+      uirevision: this.mode + this.axis.chosen,
     });
     this.drawLegend();
   }
@@ -97,7 +97,7 @@ class PlasticityView {
   line(table, rows, name, line, opacity) {
     const column = table.column(name), generation = table.column("generation"), x = [], y = [], source = [];
     const known = rows.filter((row) => !Number.isNaN(column[row]));
-    const add = (step, value, row) => { x.push(step); y.push(value); source.push(row); };
+    const add = (step, value, row) => { x.push(this.axis.of(step)); y.push(value); source.push(row); };
     known.forEach((row, i) => {
       const next = known[i + 1], fresh = i === 0 || generation[row] !== generation[known[i - 1]];
       if (fresh && i > 0) add(table.step[row], null, -1);
@@ -142,6 +142,7 @@ class PlasticityView {
   // Rows: layers; columns: stretches of steps; colour: the highest value there (or its slope against its tolerance).
   drawPicture() {
     const { layers, theme } = this.context, table = this.context.data.tables.plasticity, { step } = table;
+    const axis = sharedAxis(this.context);
     const most = Math.min(MOST_COLUMNS, Math.floor(MOST_ROWS.plasticity / (2 * layers.length)));
     const length = stretchLength(table.lastStep, most), slopes = this.mode !== "plasticity";
     const value = table.column("value"), slope = table.column("slope"), tolerance = table.column("tolerance");
@@ -161,7 +162,7 @@ class PlasticityView {
     const every = Math.ceil(layers.length / 14), ticks = layers.map((_, i) => i).filter((i) => i % every === 0);
     const names = ticks.map((i) => layers[i].name), widest = Math.max(4, ...names.map((name) => name.length));
     this.plot.draw([{
-      type: "heatmap", x: columns.map((column) => (column + 0.5) * length), y: layers.map((_, i) => i), z, hoverinfo: "none",
+      type: "heatmap", x: columns.map((column) => axis.of((column + 0.5) * length)), y: layers.map((_, i) => i), z, hoverinfo: "none",
       counted: this.cells.flat().filter((row) => row >= 0).length, hoverongaps: false, xgap: 0, ygap: layers.length <= 40 ? 1 : 0,
       ...(slopes ? this.aroundTolerance(theme) : { colorscale: "Cividis" }),
       colorbar: {
@@ -170,9 +171,9 @@ class PlasticityView {
         title: { text: slopes ? "|slope|" : "plasticity", side: "top", font: { size: 11 } },
       },
     }], {
-      xaxis: { ...stepAxis(this.context), showgrid: false },
+      xaxis: { ...axis.plotly, showgrid: false },
       yaxis: { autorange: "reversed", tickvals: ticks, ticktext: names, showgrid: false },
-      margin: { l: Math.min(120, 14 + 6.6 * widest), r: 8, t: 10, b: 38 }, uirevision: this.mode,
+      margin: { l: Math.min(120, 14 + 6.6 * widest), r: 8, t: 10, b: 38 }, uirevision: this.mode + axis.chosen,
     });
   }
 

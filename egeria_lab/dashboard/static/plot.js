@@ -53,10 +53,29 @@ class Plot {
   }
 }
 
-// The x axis that all panels share: from the first step to the last one seen.
-function stepAxis(context) {
-  return { range: [0, Math.max(10, context.data.lastStep * 1.01)], title: { text: "training step", standoff: 6 } };
+// The x axis that all panels share, from the first step to the last one seen: where a step lies, and for Plotly.
+function sharedAxis(context) {
+  const chosen = X_AXES[context.choices.x] ? context.choices.x : "steps", of = context.data.placing(chosen);
+  const last = 1.01 * of(context.data.lastStep) || 10, end = chosen === "steps" ? Math.max(10, last) : last;
+  const large = chosen === "FLOPs" ? { exponentformat: "SI" } : {};
+  return { of, end, chosen, plotly: { range: [0, end], title: { text: X_AXES[chosen][0], standoff: 6 }, ...large } };
 }
+
+// A number on an axis: 1,200, 3.5 G.
+function sayShort(value) {
+  const prefixes = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]];
+  const found = prefixes.find(([size]) => Math.abs(value) >= size);
+  return found ? `${Number((value / found[0]).toPrecision(3))} ${found[1]}` : say(value);
+}
+
+// Round values for ticks, at most five of them.
+function roundTicks(end) {
+  const rough = end / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const unit = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  return Array.from({ length: Math.floor(end / unit) + 1 }, (_, i) => Number((i * unit).toPrecision(12)));
+}
+
+const layerColour = (theme, layer) => theme.layers[layer % theme.layers.length];
 
 const MOST_DECADES = 7;
 

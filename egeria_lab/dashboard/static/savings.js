@@ -14,25 +14,27 @@ class SavingsView {
     if (wanted !== this.drawn) {
       this.drawn = wanted;
       this.box.replaceChildren(...rows.map((row) => this.row(row)));
+      this.wide = rows.length > 3; // other techniques beside freezing: side by side
+      this.context.arrange();
     }
     setText(this.cost, watching ? `Cost of watching: ${watching}` : "");
   }
 
-  row({ quantity, theoretical, measured, absolute, why }) {
+  row({ quantity, theoretical, measured, absolute, why, unmeasured }) {
     return make("section", { class: "egl-saving" },
       make("h4", {}, quantity, make("small", {}, absolute)),
-      this.bar("theoretical", theoretical), this.bar("measured", measured),
+      this.bar("theoretical", theoretical), this.bar("measured", measured, unmeasured),
       why ? make("p", { class: "egl-why" }, why) : null);
   }
 
-  bar(kind, share) {
+  bar(kind, share, unmeasured = "no estimate") {
     const known = typeof share === "number", loss = known && share < 0;
     const width = known ? Math.min(100, Math.abs(100 * share)) : 0;
-    const words = known ? `${(100 * share).toFixed(1)} %` : "not measured";
+    const words = known ? `${(100 * share).toFixed(1)} %` : unmeasured;
     const fill = make("span", { class: `egl-fill egl-${kind}${loss ? " egl-loss" : ""}${width ? "" : " egl-none"}`, style: `width:${width}%` });
     return make("div", { class: "egl-saving-bar" }, make("span", { class: "egl-saving-name" }, kind),
       make("span", { class: "egl-track", "aria-hidden": "true" }, fill),
-      make("b", {}, known ? words : kind === "measured" ? words : "no estimate"));
+      make(known ? "b" : "span", { class: known ? null : "egl-saving-name" }, words));
   }
 
   close() {}

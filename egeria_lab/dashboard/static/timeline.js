@@ -2,6 +2,15 @@
 
 const FROZEN = 0, THAWED = 1, PINNED = 2, UNPINNED = 3, REFRESHED = 4;
 
+// The upright lines and the numbers of an x axis in plain SVG.
+const gridLines = (place, end, height) =>
+  roundTicks(end).map((x) => `<line class="egl-grid-line" x1="${place(x)}" x2="${place(x)}" y1="0" y2="${height}"/>`).join("");
+
+function axisLabels(place, end, width, y) {
+  const anchor = (x) => (x > width - 24 ? "end" : x < 12 ? "start" : "middle");
+  return roundTicks(end).map((x) => `<text x="${place(x)}" y="${y}" text-anchor="${anchor(place(x))}">${sayShort(x)}</text>`).join("");
+}
+
 const tip = (text) => `data-tip="${escapeHtml(text)}"`;
 
 class TimelineView {
@@ -34,12 +43,13 @@ class TimelineView {
     const story = this.story();
     layers.forEach((row, i) => this.label(this.rows[i], row, story.pinned[i]));
     const width = Math.max(80, this.scroller.clientWidth - this.labels.offsetWidth);
-    const last = stepAxis(this.context).range[1], at = (step) => (step / last) * (width - 12) + 4;
+    const axis = sharedAxis(this.context), place = (x) => (x / axis.end) * (width - 12) + 4;
+    const at = (step) => place(axis.of(step));
     const height = this.rowHeight * layers.length;
     this.lanes.innerHTML =
       `<svg width="${width}" height="${height}" role="figure" aria-label="When each layer was trained, frozen or pinned">` +
-      `${this.hatch()}${this.gridLines(at, last, height)}${this.bars(story, at)}</svg>`;
-    this.drawAxis(story, at, last, width);
+      `${this.hatch()}${this.gridLines(place, axis.end, height)}${this.bars(story, at)}</svg>`;
+    this.drawAxis(story, at, place, axis.end, width);
     this.drawKey();
   }
 
@@ -155,23 +165,16 @@ class TimelineView {
     return `${shape} stroke-width="2" data-step="${step}" ${tip(`step ${say(step)}: ${words ? `${words}\n${note}` : note}`)}/>`;
   }
 
-  ticks(last) {
-    const rough = last / 4, power = 10 ** Math.floor(Math.log10(rough));
-    const unit = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-    return Array.from({ length: Math.floor(last / unit) + 1 }, (_, i) => i * unit);
-  }
-
-  gridLines(at, last, height) {
-    return this.ticks(last).map((step) => `<line class="egl-grid-line" x1="${at(step)}" x2="${at(step)}" y1="0" y2="${height}"/>`).join("");
+  gridLines(place, end, height) {
+    return gridLines(place, end, height);
   }
 
   // Below the lanes, always in sight: what concerns the whole run, and the steps.
-  drawAxis({ marks }, at, last, width) {
-    const anchor = (x) => (x > width - 24 ? "end" : x < 12 ? "start" : "middle");
-    const labels = this.ticks(last).map((step) => `<text x="${at(step)}" y="34" text-anchor="${anchor(at(step))}">${say(step)}</text>`);
+  drawAxis({ marks }, at, place, end, width) {
+    const labels = axisLabels(place, end, width, 34);
     const moments = marks.filter((mark) => mark.kind >= REFRESHED).map((mark) => this.markAt(mark, at(mark.step), 10));
     this.axis.firstChild.style.width = `${this.labels.offsetWidth}px`;
-    this.axis.lastChild.innerHTML = `<svg width="${width}" height="40">${this.gridLines(at, last, 20)}${moments.join("")}${labels.join("")}</svg>`;
+    this.axis.lastChild.innerHTML = `<svg width="${width}" height="40">${this.gridLines(place, end, 20)}${moments.join("")}${labels}</svg>`;
   }
 
   drawKey() {
