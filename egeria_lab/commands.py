@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from egeria_lab.events import CommandRejected, Event, Scalar
 
+_MOST_IDS_SHOWN = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -79,12 +81,25 @@ class Discard(Command):
 
     ids: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"Discard(by={self.by!r}, ids={_some(self.ids)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore(Command):
     """Give these discarded samples back to training."""
 
     ids: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"Restore(by={self.by!r}, ids={_some(self.ids)})"
+
+
+def _some(ids: tuple[int, ...]) -> str:
+    """All of a few ids; of more, the first five and their number, so that a reason behind them can be found."""
+    if len(ids) <= _MOST_IDS_SHOWN:
+        return repr(ids)
+    return f"({', '.join(str(i) for i in ids[:_MOST_IDS_SHOWN])}, … {len(ids):,} in all)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

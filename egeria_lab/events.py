@@ -306,6 +306,16 @@ class SamplesRestored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(Event):
+    """Something that a user should know before training goes on, such as a rule that will never act."""
+
+    message: str
+
+    def sentence(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskUpdated(Event):
     """Dynamic sparse training dropped weights and grew others.
 

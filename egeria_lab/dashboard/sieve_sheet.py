@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from egeria_lab.algorithms.sieve_membership import DISCARDED_KEPT, KEPT
+from egeria_lab.algorithms.sieving.membership import DISCARDED_KEPT, KEPT
 from egeria_lab.dashboard.thumbnails import image_of, thumbnail
 from egeria_lab.data.datasets import ArrayDataset
+from egeria_lab.data.labels import labels_of
 from egeria_lab.engine.sieve_look import SieveLook
-from egeria_lab.engine.sieving import labels_of
 from egeria_lab.events import EventLog, SamplesSieved
 from egeria_lab.history import History
 
@@ -67,7 +67,7 @@ class SieveSheet:
         clock: seconds, for tests.
 
     Example:
-        >>> from egeria_lab.algorithms.sieve_settings import CirculantSieve
+        >>> from egeria_lab.algorithms.sieving.settings import CirculantSieve
         >>> from egeria_lab.session import Session
         >>> sheet = SieveSheet(Session("mlp", "digits", sieve=CirculantSieve(fraction=0.25)))
         >>> state = sheet.state()

@@ -33,6 +33,24 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return losses.flatten(1).sum(1) / counted  # padded positions cost nothing, and make no row weigh less
 
 
+def loss_of_each(losses: Tensor, samples: int) -> Tensor | None:
+    """One loss a sample, the mean over further dimensions; None where samples cannot be told apart.
+
+    Args:
+        losses: what a loss returned, shape ``(b,)`` or ``(b, …)``.
+        samples: samples in the batch.
+
+    Example:
+        >>> loss_of_each(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), 2).tolist()
+        [2.0, 2.0]
+        >>> loss_of_each(torch.tensor(1.0), 2) is None
+        True
+    """
+    if losses.dim() == 0 or len(losses) != samples:
+        return None
+    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+
+
 def check_labels(outputs: Any, targets: Any, batch: Batch) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         raise DataError(

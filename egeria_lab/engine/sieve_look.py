@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from egeria_lab.algorithms.sieve import Sieve
-from egeria_lab.algorithms.sieve_settings import OneShotSieve
+from egeria_lab.algorithms.sieving.settings import OneShotSieve
+from egeria_lab.algorithms.sieving.sieve import Sieve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class SieveLook:
 
     Attributes:
         method: name of the sieve's settings.
-        status: a constant of `egeria_lab.algorithms.sieve_membership`, int8.
+        status: a constant of `egeria_lab.algorithms.sieving.membership`, int8.
         presented: presentations in the present interval, int32.
         events: forgetting events in it, int32; of a one-shot sieve both since the start.
         never_correct: presented and wrong each time so far, bool.
@@ -40,7 +40,7 @@ def look_at(made: Sieve) -> SieveLook:
     """Copy what holds now; only reads, and asks the sieve for nothing that it would keep.
 
     Example:
-        >>> from egeria_lab.algorithms.sieve_settings import CirculantSieve
+        >>> from egeria_lab.algorithms.sieving.settings import CirculantSieve
         >>> look = look_at(Sieve(CirculantSieve(fraction=0.5), 8, batch_size=2, seed=0))
         >>> look.method, int((look.status == 0).sum()), look.judges
         ('CirculantSieve', 4, True)

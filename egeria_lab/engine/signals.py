@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from egeria_lab.algorithms.sieving.forgetting import class_signals
+from egeria_lab.engine.losses import loss_of_each
 from egeria_lab.errors import DataError
 
 
@@ -19,22 +20,25 @@ class SampleSignals:
     Attributes:
         correct: right prediction or not, bool, shape ``(b,)``; None where the outputs are no class scores.
         margin: score of the true class minus the best other score, float32, shape ``(b,)``, or None.
-        loss: loss of each sample, float32, shape ``(b,)``; None where the loss is one number a batch.
+        loss: loss of each sample, float32, shape ``(b,)``; None where samples cannot be told apart in it.
+        loss_shape: shape of what the loss returned.
     """
 
     correct: Tensor | None
     margin: Tensor | None
     loss: Tensor | None
+    loss_shape: tuple[int, ...] = ()
 
 
 @torch.no_grad()
-def sample_signals(outputs: Any, targets: Any, losses: Tensor) -> SampleSignals:
+def sample_signals(outputs: Any, targets: Any, losses: Tensor, samples: int | None = None) -> SampleSignals:
     """The signals of one batch.
 
     Args:
         outputs: what the model answered; class scores give `correct` and `margin`, as `class_signals` says.
         targets: their labels.
-        losses: the loss before it was averaged.
+        losses: the loss before it was averaged; of each sample the mean over further dimensions counts.
+        samples: samples in the batch; default: as many as losses.
 
     Example:
         >>> scores = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
@@ -42,9 +46,14 @@ def sample_signals(outputs: Any, targets: Any, losses: Tensor) -> SampleSignals:
         >>> signals.correct.tolist(), signals.margin.tolist()
         ([True, False], [1.0, -2.0])
     """
-    loss = losses.detach().float().cpu() if losses.dim() == 1 else None
+    samples = samples if samples is not None else losses.shape[0] if losses.dim() else 0
+    shape = tuple(losses.shape)
+    each = loss_of_each(losses.detach(), samples)
+    loss = None if each is None else each.float().cpu()
     try:
         found = class_signals(outputs, targets)
     except DataError:
-        return SampleSignals(None, None, loss)
-    return SampleSignals(found.correct.cpu(), found.margin.cpu(), loss)
+        return SampleSignals(None, None, loss, shape)
+    if samples and len(found.correct) != samples:  # rows of another kind, such as tokens
+        return SampleSignals(None, None, loss, shape)
+    return SampleSignals(found.correct.cpu(), found.margin.cpu().nan_to_num(0.0), loss, shape)

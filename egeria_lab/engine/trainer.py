@@ -22,7 +22,7 @@ from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource, Views
-from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy
+from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy, loss_of_each
 from egeria_lab.engine.signals import SampleSignals, sample_signals
 from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
 
@@ -199,7 +199,7 @@ class Trainer:
             with self.autocast(), around_forward:
                 outputs, targets = self._run_to_train(batch, content)
                 losses = self.checked_loss(outputs, targets, batch)
-            signals = self._signals(outputs, targets, losses)
+            signals = self._signals(outputs, targets, losses, batch)
             loss = self._weighted(losses, batch).mean()
             value = losses.detach().mean().item()
             if value != value or abs(value) == float("inf"):
@@ -209,10 +209,10 @@ class Trainer:
         seconds = time.perf_counter() - start
         return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs, signals)
 
-    def _signals(self, outputs: Any, targets: Any, losses: Tensor) -> SampleSignals | None:
+    def _signals(self, outputs: Any, targets: Any, losses: Tensor, batch: Batch) -> SampleSignals | None:
         if self.check_signals is None:
             return None
-        signals = sample_signals(outputs, targets, losses)
+        signals = sample_signals(outputs, targets, losses, len(batch))
         self.check_signals(signals)  # before the update: a step that cannot be counted is not made
         return signals
 
@@ -221,12 +221,13 @@ class Trainer:
         weights = self.sample_weights(batch.ids) if self.sample_weights is not None else None
         if weights is None:
             return losses
-        if losses.dim() != 1:
+        each = loss_of_each(losses, len(batch))
+        if each is None:
             raise InvalidSettingError(
-                "re-weighting needs one loss a sample, and the loss gives one number a batch; return it unreduced "
-                "(reduction='none'), or choose a sieve without weights."
+                f"re-weighting needs one loss for each of {len(batch)} samples, and the loss has shape "
+                f"{tuple(losses.shape)}; return it unreduced (reduction='none'), or choose a sieve without weights."
             )
-        return losses * weights.to(losses)
+        return each * weights.to(each)
 
     @contextmanager
     def _buffers_kept_on_error(self) -> Iterator[None]:

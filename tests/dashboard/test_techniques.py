@@ -15,7 +15,7 @@ from pages import Clock, Outlet, Page, live, told
 from plotly.offline import get_plotlyjs
 
 import egeria_lab as lab
-from egeria_lab.algorithms.sieve_settings import CirculantSieve, LossSieve, RandomSieve
+from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, RandomSieve
 from egeria_lab.commands import Discard, Extend, Override, Restore
 from egeria_lab.dashboard.controls import Controls
 from egeria_lab.dashboard.feed import Feed

@@ -21,6 +21,7 @@ NOT_PRESENTED_RANK = 2**30 + 1
 """Hardness of a sample that was not presented in the interval: nothing says that it is easy, so it stays."""
 _IGNORED_LABEL = -100  # what torch's cross-entropy skips by default
 _LARGEST_MARGIN = 1e6
+_OFF_ONE, _OFF_ONE_IN_HALF = 1e-3, 1e-2  # how far the probabilities of a sample may sum up to something else
 _ARRAYS = ("last", "ever", "in_interval", "events", "events_total", "presented", "presented_total", "margin_sum")
 
 
@@ -41,7 +42,8 @@ def class_signals(outputs: Any, targets: Any) -> ClassSignals:
 
     Args:
         outputs: class scores ``(b, classes)``, or with one more dimension (tokens, pixels) before or after it.
-        targets: int labels ``(b,)`` or ``(b, …)``, or class probabilities ``(b, classes)``. Labels of −100 are
+        targets: int labels ``(b,)`` or ``(b, …)``, or class probabilities ``(b, classes)``, which are
+            >= 0 and sum up to 1. Labels of −100 are
             skipped. A sample of several labels is right when all of them are, and has their mean margin; one
             without any label counts as right, with margin 0: there is nothing to learn from it.
 
@@ -68,7 +70,7 @@ def _scores_and_labels(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     """Scores with the classes in dimension 1, and int64 labels of the same shape without that dimension."""
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.dim() >= 2:
         scores = outputs.detach()
-        if targets.is_floating_point() and targets.shape == outputs.shape:
+        if targets.is_floating_point() and targets.shape == outputs.shape and _are_probabilities(targets):
             labels = targets.argmax(1)
         elif outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
             scores, labels = scores.movedim(-1, 1), targets
@@ -82,6 +84,13 @@ def _scores_and_labels(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         "a sieve that counts forgetting needs class scores of shape (samples, classes) and their labels to tell "
         f"right from wrong, got outputs {given[0]} and targets {given[1]}; use RandomSieve or LossSieve for this task."
     )
+
+
+def _are_probabilities(targets: Tensor) -> bool:
+    """Whether dimension 1 holds class probabilities: numbers to regress on and several labels at once do not."""
+    tolerance = _OFF_ONE if targets.element_size() >= 4 else _OFF_ONE_IN_HALF
+    known = targets.detach().float()
+    return bool((known >= 0).all()) and bool(((known.sum(1) - 1).abs() <= tolerance).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -99,7 +99,7 @@ def one_shot(settings: OneShotSieve, members: Membership, log: ForgettingLog, ba
     """The least forgotten samples leave for good."""
     before = histogram(settings, members, log)
     easiest_first = ranked(settings, members.kept_ids(), log, members.generator)
-    counts = apportion(_count(settings.fraction, len(easiest_first), batch_size), members.sizes_of(easiest_first))
+    counts = apportion(count_leaving(settings.fraction, len(easiest_first), batch_size), members.sizes_of(easiest_first))
     removed = easiest_first[first_of_each(members.groups_of(easiest_first), counts)]
     members.remove(removed)
     reason = f"{len(removed)} least forgotten of {len(easiest_first)} samples left out for good"
@@ -119,7 +119,7 @@ def redraw(
         kind, reason = "all", f"from {settings.full_after:.1%} of training on all samples are trained on"
     else:
         candidates = torch.cat([before, members.queue]).sort().values
-        count = _count(settings.fraction, len(candidates), batch_size)
+        count = count_leaving(settings.fraction, len(candidates), batch_size)
         members.removed_instead(losses.draw(candidates, count, members.generator))
         kind = "losses"
         reason = (
@@ -130,7 +130,7 @@ def redraw(
     return Move(kind, reason, before[~torch.isin(before, after)], after[~torch.isin(after, before)], {})
 
 
-def _count(fraction: float, available: int, batch_size: int) -> int:
+def count_leaving(fraction: float, available: int, batch_size: int) -> int:
     """How many of the available samples (discarded ones are not) leave; at least one batch stays."""
     return max(0, min(round(fraction * available), available - batch_size))
 
