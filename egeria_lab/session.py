@@ -673,5 +673,14 @@ def replay(path: str | Path, *, model: nn.Module | None = None, data: Any = None
 
     Raises:
         CheckpointError: when the record cannot be read, or the run went on with other arguments in between.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     session = Session("mlp", "digits", epochs=1, freeze=None)
+        ...     _ = session.step(2), session.freeze("layers.0"), session.step(2)
+        ...     _ = session.save(f"{folder}/run.ckpt")
+        ...     replay(f"{folder}/run.ckpt").exact
+        True
     """
     return replaying.replay(Session, path, model=model, data=data, **changes)

@@ -19,6 +19,8 @@ from egeria_lab.errors import InvalidSettingError, is_number, require, unknown_n
 Shares = Sequence[str] | Mapping[str, float]
 """Names of layers, or layer → share in [0, 1]."""
 
+_DENSITIES = "a mapping of parameter or layer names to shares in [0, 1], or None"
+
 
 def training_flops(
     step: StepFlops,
@@ -74,7 +76,8 @@ def layer_flops(
         >>> layer_flops(step, frozen=["a", "b"]).backward
         (0.0, 0.0, 20.0)
     """
-    names, densities = layer_names(step), densities or {}
+    require(isinstance(step, StepFlops), "layer_flops", "step", step, "a StepFlops, from count_flops")
+    names, densities = layer_names(step), {} if densities is None else densities
     _check(step, names, frozen, densities)
     served = _served(names, frozen, cached)
     scales = effective_densities(step, densities)
@@ -237,6 +240,8 @@ def _density(product: Product, names: Sequence[str], densities: Mapping[str, flo
 
 
 def _check(step: StepFlops, names: Sequence[str], frozen: Sequence[str], densities: Mapping[str, float]) -> None:
+    require(not isinstance(frozen, str), "training_flops", "frozen", frozen, "a list of layer names")
+    require(isinstance(densities, Mapping), "training_flops", "densities", densities, _DENSITIES)
     for name in frozen:
         if name not in names:
             raise unknown_name("layer", name, names)
@@ -248,6 +253,7 @@ def _check(step: StepFlops, names: Sequence[str], frozen: Sequence[str], densiti
 
 
 def _served(names: Sequence[str], frozen: Sequence[str], cached: Shares) -> dict[str, float]:
+    require(not isinstance(cached, str), "training_flops", "cached", cached, "a list of layer names, or layer → share")
     shares = cached if isinstance(cached, Mapping) else dict.fromkeys(cached, 1.0)
     front = next((index for index, name in enumerate(names) if name not in frozen), len(names))
     for name, share in shares.items():

@@ -55,7 +55,7 @@ def test_optimizers_by_name() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf"), "0.1"])
 def test_bad_rates(rate: object) -> None:
-    with pytest.raises(InvalidSettingError, match=r"lr must be a number > 0"):
+    with pytest.raises(InvalidSettingError, match=r"lr must be a finite number > 0"):
         make_optimizer("sgd", nn.Linear(1, 1), rate)  # type: ignore[arg-type]
 
 

@@ -15,10 +15,12 @@ from egeria_lab.algorithms.sparse.masks import scheme_for
 from egeria_lab.algorithms.sparse.mutation import first_mask
 from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.algorithms.sparse.weights import SparseWeight, named_weights, select_weights
-from egeria_lab.errors import InvalidSettingError, unknown_name
+from egeria_lab.errors import InvalidSettingError, require, unknown_name
 
 Weights = Iterable[Tensor | int | str]
 """Parameters, their ``id()``, or their names."""
+
+STATE_KEYS = ("masks", "locked", "gradient_sums", "gradient_steps", "generator")
 
 
 class MaskSet:
@@ -46,6 +48,7 @@ class MaskSet:
             raise InvalidSettingError(
                 f"settings must be MEST(), SET(), RigL() or StaticSparsity(), got {type(settings).__name__}."
             )
+        _check_bound(model, optimizer, state)
         inner = getattr(model, "_orig_mod", None)  # a compiled model is a wrapper around the module that is meant
         self.model: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.settings = settings
@@ -62,14 +65,20 @@ class MaskSet:
         counts = self.unit_counts(settings.sparsity_at(0.0))
         for masked in self._weights.values():
             self._make_mask(masked, counts[masked.name])
-        self.apply()
+        self._apply(self._weights.values())
+
+    def apply(self) -> None:
+        """Zero whatever lies under masks: weights, and optimizer state of the weights' shape.
+
+        Frozen layers are passed over: locked ones, and weights that are not trained (``requires_grad=False``).
+        """
+        self._apply(self._active())
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Zero whatever lies under masks: weights, and optimizer state of the weights' shape."""
+    def _apply(self, weights: Iterable[MaskedWeight]) -> None:
         tensors: list[Tensor] = []
         keeps: list[Tensor] = []
-        for masked in self._active():
+        for masked in weights:
             for tensor in self._tensors_of(masked):
                 tensors.append(tensor)
                 keeps.append(masked.keep_on(tensor))
@@ -98,7 +107,8 @@ class MaskSet:
     def lock(self, weights: Weights) -> tuple[str, ...]:
         """Leave masks and values of frozen layers alone until they are unlocked.
 
-        Lock what the optimizer leaves alone: a locked tensor is not even multiplied by its mask.
+        Lock what the optimizer leaves alone: a locked tensor is not even multiplied by its mask. A weight whose
+        ``requires_grad`` is False (`freeze_layers` sees to that) is left alone in the same way, by itself.
 
         Args:
             weights: parameters, their ``id()``, or their names; those that are not masked are passed over.
@@ -223,7 +233,7 @@ class MaskSet:
     # ---- inside ----------------------------------------------------------------------------------------
 
     def _active(self) -> list[MaskedWeight]:
-        return [masked for masked in self._weights.values() if not masked.locked]
+        return [masked for masked in self._weights.values() if not masked.held]
 
     def _tensors_of(self, masked: MaskedWeight) -> list[Tensor]:
         """The weight and its optimizer state of the same shape, looked up anew: freezing takes it out and back."""
@@ -263,3 +273,27 @@ class MaskSet:
         first = masked.weight.outputs_first
         values = first(masked.weight.parameter.detach().abs()) if self.settings.init == "magnitude" else None
         masked.set_mask(first(first_mask(masked.scheme, count, self._generator, values)))
+
+
+def _check_bound(model: object, optimizer: object, state: object) -> None:
+    """Raise, in one sentence, for a model, optimizer or saved state that is none or belongs to another model."""
+    allowed = 'a torch.nn.Module (lab.models.build("mlp", …) makes one by name)'
+    require(isinstance(model, nn.Module), "SparseTraining", "model", model, allowed)
+    assert isinstance(model, nn.Module)
+    known = optimizer is None or isinstance(optimizer, Optimizer)
+    require(known, "SparseTraining", "optimizer", optimizer, "a torch.optim.Optimizer or None")
+    if isinstance(optimizer, Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise InvalidSettingError(
+                f"the optimizer ({type(optimizer).__name__}) holds none of this model's parameters, so its state could "
+                "not be kept zero under masks; make it from model.parameters() of the same model."
+            )
+    if state is not None:
+        missing = [key for key in STATE_KEYS if not isinstance(state, Mapping) or key not in state]
+        if missing:
+            got = f"one without {', '.join(missing)}" if isinstance(state, Mapping) else type(state).__name__
+            raise InvalidSettingError(
+                f"SparseTraining.state must be what SparseTraining.state_dict() gave, got {got}; leave it out to make "
+                "new masks."
+            )

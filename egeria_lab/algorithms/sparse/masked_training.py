@@ -23,7 +23,7 @@ from egeria_lab.algorithms.sparse.mask_set import MaskSet, Weights
 from egeria_lab.algorithms.sparse.masked_weight import MaskChange, MaskedWeight, MaskUpdate
 from egeria_lab.algorithms.sparse.methods import MEST
 from egeria_lab.algorithms.sparse.settings import DynamicSparsity, SparsitySettings
-from egeria_lab.errors import TrainingError
+from egeria_lab.errors import TrainingError, is_number, is_whole, require
 
 
 class SparseTraining(MaskSet):
@@ -41,6 +41,8 @@ class SparseTraining(MaskSet):
 
     With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` before `after_backward`, or pass ``grad_scale``.
     A step that the scaler skips harms nothing: gradients that are not finite are no part of the importance.
+    A frozen layer (`freeze_layers`, or ``requires_grad_(False)``) keeps mask and values by itself, and takes part
+    again once it is thawed.
     Under data parallel training every process makes the same masks from the same seed and the same averaged
     gradients.
 
@@ -92,6 +94,9 @@ class SparseTraining(MaskSet):
             update_due: masks are updated after this step; a method that grows by gradient needs to know.
             grad_scale: what the gradients are multiplied by, where a loss scaler has not undone it yet.
         """
+        for masked in self._weights.values():
+            if masked.held:
+                masked.forget_gradient()
         by_gradient = update_due and self.settings.grows_by == "gradient"
         self._asked_for_gradient = self._asked_for_gradient or by_gradient
         pairs = [(m, m.weight.parameter.grad) for m in self._active()]
@@ -122,8 +127,21 @@ class SparseTraining(MaskSet):
 
         True at every interval while the method exchanges weights, and once more when it has stopped and a
         layer is still over its budget (the last pruning under a soft memory bound; also of a layer that was
-        locked at that moment and is unlocked later).
+        frozen at that moment and is thawed later).
+
+        Args:
+            step: finished steps, this one included, >= 1.
+            total_steps: planned steps, >= 1.
+            steps_per_epoch: steps in one epoch, > 0.
+
+        Raises:
+            InvalidSettingError: for a number out of these ranges.
         """
+        require(is_whole(step) and step >= 1, "SparseTraining.due", "step", step, "a whole number >= 1")
+        whole = is_whole(total_steps) and total_steps >= 1
+        require(whole, "SparseTraining.due", "total_steps", total_steps, "a whole number >= 1")
+        above = is_number(steps_per_epoch) and steps_per_epoch > 0
+        require(above, "SparseTraining.due", "steps_per_epoch", steps_per_epoch, "a number > 0")
         settings = self.settings
         if not isinstance(settings, DynamicSparsity):
             return False
@@ -133,7 +151,7 @@ class SparseTraining(MaskSet):
 
     @torch.no_grad()
     def update(self, progress: float) -> MaskUpdate:
-        """Drop and grow in every layer that is not locked.
+        """Drop and grow in every layer that is not frozen.
 
         Args:
             progress: fraction of training that is done, in [0, 1].
@@ -144,7 +162,11 @@ class SparseTraining(MaskSet):
 
         Raises:
             TrainingError: when the method needs the dense gradient of this step and was not told so.
+            InvalidSettingError: for a progress out of range.
         """
+        inside = is_number(progress) and 0 <= progress <= 1
+        allowed = "the fraction of training that is done, in [0, 1]"
+        require(inside, "SparseTraining.update", "progress", progress, allowed)
         share = self.settings.drop_share_at(progress)
         by_gradient = self.settings.grows_by == "gradient" and share > 0
         if by_gradient and not self._asked_for_gradient:
@@ -174,14 +196,15 @@ class SparseTraining(MaskSet):
             weights: parameters, their ``id()``, or their names; those that are not masked are passed over.
 
         Raises:
-            TrainingError: when a layer is locked and over its target: its mask is fixed.
+            TrainingError: when a layer is frozen already and over its target: its mask is fixed.
 
         Source: a decision of ours; SpFDE (2022) does not say what becomes of the soft bound at a freeze.
         """
         over = [masked for masked in self._find(weights) if masked.live_units > masked.target]
         for masked in over:
-            if masked.locked:
-                raise TrainingError(f"{masked.name} is locked, so its mask is fixed; prune it before it is locked.")
+            if masked.held:
+                word = "locked" if masked.locked else "frozen"
+                raise TrainingError(f"{masked.name} is {word}, so its mask is fixed; prune it before it is {word}.")
         return self._record([self._mutate(masked, masked.target, 0.0) for masked in over])
 
     def _mutate(self, masked: MaskedWeight, bound: int, share: float) -> MaskChange:

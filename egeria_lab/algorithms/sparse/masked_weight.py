@@ -122,6 +122,11 @@ class MaskedWeight:
         return self.weight.name
 
     @property
+    def held(self) -> bool:
+        """True while neither mask nor values may be touched: locked here, or not trained (``requires_grad``)."""
+        return self.locked or not self.weight.parameter.requires_grad
+
+    @property
     def live(self) -> int:
         """Live weights."""
         return self.live_units * self.scheme.unit_size

@@ -161,3 +161,25 @@ class DynamicSparsity(SparsitySettings):
         """
         interval = self.interval(total_steps, steps_per_epoch)
         return tuple(s for s in range(interval, total_steps + 1, interval) if self.mutates_at(s / total_steps))
+
+    def standstill(self, total_steps: int, steps_per_epoch: float) -> str:
+        """One sentence when no weight is ever exchanged in a run of this length, with the numbers; or empty.
+
+        Example:
+            >>> from egeria_lab.algorithms.sparse.methods import SET
+            >>> SET(interval_steps=100).standstill(60, 10)[:83]
+            'SET never changes its masks in this run: they are due every 100 steps, the run has '
+            >>> SET(interval_steps=10).standstill(60, 10)
+            ''
+        """
+        if DynamicSparsity.update_steps(self, total_steps, steps_per_epoch):
+            return ""
+        owner, interval = type(self).__name__, self.interval(total_steps, steps_per_epoch)
+        last = next((step for step in range(total_steps, 0, -1) if self.mutates_at(step / total_steps)), 0)
+        if not last:
+            return f"{owner} never changes its masks in this run of {total_steps:,} steps: it exchanges 0 weights."
+        return (
+            f"{owner} never changes its masks in this run: they are due every {interval:,} steps, the run has "
+            f"{total_steps:,} and exchanges end after step {last:,} (stop_fraction={self.stop_fraction:g}); give "
+            f"interval_steps of at most {last:,}."
+        )
