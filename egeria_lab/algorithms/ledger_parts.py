@@ -90,7 +90,11 @@ class SparsityFigures:
 def sieving_reason(run: RunFlops, sieve: SieveFigures) -> str:
     """Why sieving saves what it saves."""
     if run.saved_by_sieving > 0:
-        return f"{sieve.method}: a pass has fewer steps, on top of the time row, which compares equal steps"
+        now = ", though none is set aside now" if sieve.kept == sieve.total else ""
+        return (
+            f"{sieve.method}: passes with samples set aside have fewer steps, over the whole run{now}; on top of the "
+            "time row, which compares equal steps"
+        )
     if sieve.kept == sieve.total:
         return f"{sieve.method} has set no sample aside yet"
     return f"{sieve.method}: no step has been made since samples were set aside"
@@ -118,7 +122,7 @@ def run_rows(run: RunFlops, sieve: SieveFigures | None, sparsity: SparsityFigure
     """Rows of sieving, sparsity, their overheads, and all techniques together."""
     rows: list[Row] = []
     if sieve is not None:
-        kept = f"{sieve.kept:,} of {sieve.total:,} samples a pass, {sieve.updates:,} updates in {sieve.seconds:.1f} s"
+        kept = f"{sieve.kept:,} of {sieve.total:,} samples a pass now, {sieve.updates:,} updates in {sieve.seconds:.1f} s"
         saved = percent(run.saved_by_sieving)
         rows.append(["FLOPs by sieving", saved, "counted, not timed", kept, sieving_reason(run, sieve)])
     if sparsity is not None:

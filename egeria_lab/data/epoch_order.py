@@ -50,8 +50,14 @@ class Order(Protocol):
     def merged(self, ids: Tensor, new: Tensor, generator: torch.Generator) -> Tensor:
         """Ids with new ones among them, or after them where the order is not random."""
 
+    def expected_steps(self, count: int) -> int:
+        """Batches that so many samples make, as far as it can be known before they are drawn."""
+
     def check_can_leave_out(self) -> None:
         """Raise unless samples can be left out."""
+
+    def check_draws_all(self) -> None:
+        """Raise when some samples are never drawn, so that a rule would exchange others for them."""
 
 
 class OwnOrder:
@@ -103,8 +109,15 @@ class OwnOrder:
         """Ids with new ones among them."""
         return mixed_in(ids, new, generator) if self.shuffle else torch.cat([ids, new]).sort().values
 
+    def expected_steps(self, count: int) -> int:
+        """Batches that so many samples make."""
+        return self.steps(count)
+
     def check_can_leave_out(self) -> None:
         """Any sample can be left out."""
+
+    def check_draws_all(self) -> None:
+        """Every sample is drawn."""
 
 
 def cut(ids: Tensor, size: int, join: bool, begun: bool = False) -> list[Tensor]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from egeria_lab.config import derive_seed
 from egeria_lab.data.epoch_order import cut, mixed_in
@@ -45,6 +52,7 @@ class LoaderOrder:
         self.repeats = False
         self.is_shard = _is_shard(self._sampler)
         self.first_steps = 0
+        self._first_ids = torch.empty(0, dtype=torch.int64)
 
     @property
     def _sampler(self) -> Any:
@@ -53,7 +61,7 @@ class LoaderOrder:
 
     def learn(self, first: list[Tensor]) -> None:
         """See the plan of the first epoch: how many batches, and whether the sampler draws an id twice."""
-        self.first_steps = len(first)
+        self.first_steps, self._first_ids = len(first), torch.cat(first)
         sampler = self._sampler
         if type(self.loader.batch_sampler) is not BatchSampler or self.is_shard:
             return  # a shard repeats samples only to give every process as many
@@ -76,6 +84,14 @@ class LoaderOrder:
     def steps(self, count: int) -> int:
         """Never asked: how many samples a sampler draws is its own affair."""
         raise AssertionError("only a plan tells")
+
+    def expected_steps(self, count: int) -> int:
+        """Batches that so many samples make, when the sampler draws as many of each as it draws of all."""
+        if count == self.num_samples or type(self.loader.batch_sampler) is not BatchSampler:
+            return self.first_steps
+        sampler = self._sampler
+        draws = len(sampler) if hasattr(sampler, "__len__") else len(self._first_ids)
+        return max(1, len(self.batches(torch.arange(round(draws * count / self.num_samples)))))
 
     def batches(self, ids: Tensor, begun: bool = False) -> list[Tensor]:
         """Ids cut into batches by the loader's batch size and `drop_last`."""
@@ -106,6 +122,34 @@ class LoaderOrder:
                 "batches by a rule of its own, which smaller batches would break. Give the loader a sampler and a "
                 "batch_size instead, or train without a sieve and without discarding."
             )
+
+    def check_draws_all(self) -> None:
+        """Raise when the sampler is one over a part of the data.
+
+        Raises:
+            DataError: with what to give instead.
+        """
+        reach = self._reach()
+        if reach < self.num_samples:
+            raise DataError(
+                f"the {self.role} loader's {type(self._sampler).__name__} draws {reach} of {self.num_samples} samples, "
+                "so a sieve would exchange samples for others that never come; give the loader a data set of those "
+                "alone, torch.utils.data.Subset(dataset, indices), and a sampler over it."
+            )
+
+    def _reach(self) -> int:
+        """How many samples can ever be drawn, as far as it can be known."""
+        sampler = self._sampler
+        if self.is_shard or type(self.loader.batch_sampler) is not BatchSampler:
+            return self.num_samples
+        if isinstance(sampler, RandomSampler):
+            return min(self.num_samples, len(sampler.data_source))
+        if isinstance(sampler, WeightedRandomSampler):
+            return int((torch.as_tensor(sampler.weights) > 0).sum())
+        if self.repeats:
+            return self.num_samples
+        dropped = self.batch_size - 1 if self.loader.drop_last else 0
+        return min(self.num_samples, len(torch.unique(self._first_ids)) + dropped)
 
     def _kept_draws(self, number: int, kept: Tensor) -> Tensor:
         if self.is_shard:

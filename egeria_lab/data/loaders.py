@@ -147,6 +147,19 @@ class BatchSource:
         """Plan what is left of an epoch anew and return its number of batches; see `EpochPlans.amend`."""
         return self.plans.amend(number, position, without=without, adding=adding)
 
+    def expected_steps(self, count: int) -> int:
+        """Batches in a pass over so many of the samples."""
+        return self.plans.order.expected_steps(count)
+
+    def check_can_be_sieved(self) -> None:
+        """Raise unless a rule can leave samples out and bring others back.
+
+        Raises:
+            DataError: for loaders that compose their batches by a rule of their own, or draw a part of the data only.
+        """
+        self.plans.order.check_can_leave_out()
+        self.plans.order.check_draws_all()
+
     def steps_in(self, number: int) -> int:
         """Batches in the plan of one epoch, as it is now."""
         return len(self.plans[number])

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 
 from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.config import derive_seed
+from egeria_lab.errors import require
 
 
 class KeptSampler(Sampler[int]):
@@ -21,6 +22,9 @@ class KeptSampler(Sampler[int]):
         sieve: whose kept set.
         seed: decides the order.
 
+    Raises:
+        InvalidSettingError: for something else than a `Sieve`.
+
     Example:
         >>> sieve = Sieve(None, 6, batch_size=2, seed=0)
         >>> loader = torch.utils.data.DataLoader(range(6), batch_size=2, sampler=KeptSampler(sieve))
@@ -30,6 +34,7 @@ class KeptSampler(Sampler[int]):
     """
 
     def __init__(self, sieve: Sieve, seed: int = 0) -> None:
+        require(isinstance(sieve, Sieve), "KeptSampler", "sieve", sieve, "a Sieve over the data set, not its settings")
         self.sieve = sieve
         self.seed = seed
         self.number = 0

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from egeria_lab.errors import InvalidSettingError, TrainingError, require
 
 STEP_LIMIT = "EGERIA_LAB_STEP_LIMIT"
 """Environment variable that caps every budget, so that notebooks can be tried in seconds."""
+
+
+class PassPlanner(Protocol):
+    """Knows how long passes will be, where they are not equally long."""
+
+    def stop_after(self, epochs: float, total_steps: int) -> int | None:
+        """The step at which so many passes from here are made under a plan, or None when it holds fewer."""
+
+    def steps_for(self, epochs: float, total_steps: int | None = None) -> int:
+        """The plan that makes so many passes from here, or more than a plan of `total_steps` makes."""
 
 
 @dataclass
@@ -21,6 +31,7 @@ class Budget:
         steps_per_epoch: steps in one pass over the training data.
         total_steps: step at which training ends.
         decided: False while the length is only the default, so that the first `start(epochs=…)` decides it.
+        planner: turns passes into steps where a sieve makes some shorter than others; None when all are alike.
 
     Example:
         >>> budget = Budget(steps_per_epoch=10, total_steps=200, decided=False)
@@ -33,6 +44,7 @@ class Budget:
     steps_per_epoch: int
     total_steps: int
     decided: bool = True
+    planner: PassPlanner | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._clip()
@@ -84,13 +96,18 @@ class Budget:
         valid = isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount < float("inf")
         require(valid, "Session", "steps" if epochs is None else "epochs", amount, "a number > 0")
         assert amount is not None
-        more = round(amount if steps is not None else amount * self.steps_per_epoch)
-        target = done + max(1, more)
         decides = done == 0 and not self.decided and epochs is not None
+        target = self._step_after(done, epochs, decides) if epochs is not None else done + max(1, round(amount))
         if target > self.total_steps or decides:
             self.decided, self.total_steps = True, target
             self._clip()
         return min(target, self.total_steps)
+
+    def _step_after(self, done: int, epochs: float, decides: bool) -> int:
+        if self.planner is None:
+            return done + max(1, round(epochs * self.steps_per_epoch))
+        within = None if decides else self.planner.stop_after(epochs, self.total_steps)
+        return max(done + 1, self.planner.steps_for(epochs) if within is None else within)
 
     def extend(self, epochs: float) -> None:
         """Add passes over the training data.
@@ -100,6 +117,11 @@ class Budget:
         """
         valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
         require(valid, "Session.extend", "epochs", epochs, "a number > 0")
-        self.total_steps += max(1, round(epochs * self.steps_per_epoch))
+        longer = (
+            self.total_steps + round(epochs * self.steps_per_epoch)
+            if self.planner is None
+            else self.planner.steps_for(epochs, self.total_steps)
+        )
+        self.total_steps = max(self.total_steps + 1, longer)
         self.decided = True
         self._clip()

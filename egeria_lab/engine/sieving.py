@@ -62,7 +62,11 @@ class SessionSieve:
         self._made: Sieve | None = None
         self._events: EventLog | None = None
         self._history: History | None = None
+        self._passes: Passes | None = None
+        self._notices: list[str] = []
+        self._says_if_idle = settings is not None
         if settings is not None:
+            source.check_can_be_sieved()
             self._follow(after=-1)
 
     # --- looking ---------------------------------------------------------------------------------------
@@ -105,9 +109,13 @@ class SessionSieve:
         return self._source.dataset
 
     def samples(self, ids: Sequence[int] | Tensor) -> list[Any]:
-        """What the training set holds under these ids, as it hands it out."""
+        """What the training set holds under these ids, as it hands it out.
+
+        Raises:
+            DataError: for ids that do not exist.
+        """
         dataset = self._source.dataset
-        return [dataset[int(i)] for i in ids]
+        return [dataset[int(i)] for i in checked_ids(ids, self._source.num_samples)]
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Any]:
         """Inputs and labels of some samples, as tensors with the samples in dimension 0.
@@ -165,6 +173,21 @@ class SessionSieve:
         self._history, self._events = history, events
         if self._made is not None and self._made.first_update is not None:
             self._write(self._made.first_update, 0, 0.0, "session")
+        for message in self._notices:
+            events.append(Notice(step=0, message=message))
+
+    def plan_with(self, budget: Budget, passes: Passes) -> None:
+        """Count the plan in passes as long as they will be; say so when nothing will be exchanged in it.
+
+        Args:
+            budget: the plan.
+            passes: where training stands in its passes.
+        """
+        self._passes = passes
+        if isinstance(self.settings, (OneShotSieve, LossSieve)):
+            budget.planner = self
+        if budget.decided:
+            self._say_if_idle(budget.total_steps)
 
     def weights(self, ids: Tensor) -> Tensor | None:
         """Loss weights of a batch, or None when all are 1."""
@@ -186,7 +209,7 @@ class SessionSieve:
         """
         missing = [name for name in self.needs if getattr(signals, name) is None]
         if missing:
-            raise InvalidSettingError(_what_is_missing(type(self.settings).__name__, missing))
+            raise InvalidSettingError(_what_is_missing(type(self.settings).__name__, missing, signals.loss_shape))
 
     def finish_pass(self, finished: int, step: int, planned_steps: int) -> None:
         """Let the sieve exchange samples at the end of a pass, when it is time.
@@ -198,6 +221,8 @@ class SessionSieve:
         """
         if self._made is None:
             return
+        if finished == 0:
+            self._say_if_idle(planned_steps)
         start = time.perf_counter()
         update = self._made.after_pass(steps_done=step, planned_steps=planned_steps)
         if update is not None:
@@ -212,16 +237,33 @@ class SessionSieve:
             epochs: passes over what is kept.
             full_steps: steps of a pass over all samples.
         """
-        settings = self.settings
-        if not isinstance(settings, (OneShotSieve, LossSieve)):
+        if not isinstance(self.settings, (OneShotSieve, LossSieve)):
             return max(1, round(epochs * self._source.steps_per_epoch))
-        kept = self._source.num_samples - round(settings.fraction * self._source.num_samples)
-        short = max(1, round(full_steps * kept / self._source.num_samples))
-        if isinstance(settings, OneShotSieve):
-            per_step = settings.at / full_steps + (1 - settings.at) / short
-            return max(1, round(epochs / per_step))
-        per_step = settings.full_after / short + (1 - settings.full_after) / full_steps
-        return max(1, round((epochs - 1 + full_steps / short) / per_step))
+        return max(1, planning.steps_for(self.settings, self._standing(0, full_steps), epochs))
+
+    def stop_after(self, epochs: float, total_steps: int) -> int | None:
+        """The step at which so many passes from here are made under a plan, or None when it holds fewer."""
+        settings, standing, wanted = self._from_here(epochs)
+        if total_steps <= standing.step or planning.passes_made(settings, standing, total_steps) < wanted - 1e-9:
+            return None
+        return planning.step_after(settings, standing, total_steps, wanted)
+
+    def steps_for(self, epochs: float, total_steps: int | None = None) -> int:
+        """The plan that makes so many passes from here, or more than a plan of `total_steps` makes."""
+        settings, standing, wanted = self._from_here(epochs)
+        if total_steps is not None and total_steps > standing.step:
+            wanted = epochs + planning.passes_made(settings, standing, total_steps)
+        steps = planning.steps_for(settings, standing, wanted)
+        if total_steps is None:
+            self._say_if_idle(steps)
+        return steps
+
+    def _from_here(self, epochs: float) -> tuple[SieveSettings, planning.Standing, float]:
+        assert self.settings is not None
+        assert self._passes is not None
+        passes = self._passes
+        standing = self._standing(self._steps_seen(), passes.length)
+        return self.settings, standing, epochs + passes.done
 
     def change(self, settings: Any) -> None:
         """Go on with other settings of the same kind, from the next exchange on.

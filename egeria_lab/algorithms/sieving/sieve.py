@@ -11,17 +11,17 @@ most of it is signatures and what they promise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from egeria_lab.algorithms.sieving.forgetting import Counts, ForgettingLog
-from egeria_lab.algorithms.sieving.ids import Ids, check_named, checked_ids, classes_of, number_of_samples
+from egeria_lab.algorithms.sieving.ids import Ids, check_named, checked_ids, classes_of, number_of_samples, some
 from egeria_lab.algorithms.sieving.losses import LossPruning
 from egeria_lab.algorithms.sieving.membership import DISCARDED_KEPT, KEPT, Membership
-from egeria_lab.algorithms.sieving.rules import CIRCULATING, Move, histogram, one_shot, redraw, swap
+from egeria_lab.algorithms.sieving.rules import CIRCULATING, Move, count_leaving, histogram, one_shot, redraw, swap
 from egeria_lab.algorithms.sieving.settings import (
     LossSieve,
     ManualSieve,
@@ -31,8 +31,9 @@ from egeria_lab.algorithms.sieving.settings import (
     is_due,
 )
 from egeria_lab.algorithms.sieving.update import SieveUpdate
-from egeria_lab.errors import DataError, InvalidSettingError
+from egeria_lab.errors import DataError, InvalidSettingError, is_whole, require
 
+_WHOLE = "a whole number >= 1"
 _NO_SCORES = "it counts what a classifier forgets, so the model has to give class scores; use RandomSieve or LossSieve"
 _WHY = {
     "correct": _NO_SCORES,
@@ -61,7 +62,7 @@ class Sieve:
         first_update: the record of what was left out at the start; None when nothing was.
 
     Raises:
-        InvalidSettingError: when the fraction leaves no batch, or class shares lack labels.
+        InvalidSettingError: for sizes below 1, when the fraction leaves no batch, or class shares lack labels.
         DataError: when the labels do not fit.
 
     Example:
@@ -85,6 +86,10 @@ class Sieve:
         seed: int,
         labels: Ids | None = None,
     ) -> None:
+        kinds = get_args(SieveSettings)
+        require(settings is None or isinstance(settings, kinds), "Sieve", "settings", settings, "a sieve's, or None")
+        require(is_whole(num_samples) and num_samples >= 1, "Sieve", "num_samples", num_samples, _WHOLE)
+        require(is_whole(batch_size) and batch_size >= 1, "Sieve", "batch_size", batch_size, _WHOLE)
         self.settings: SieveSettings = ManualSieve() if settings is None else settings
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -174,7 +179,8 @@ class Sieve:
             loss: of each sample, before any weight, shape ``(b,)``, any device and precision.
 
         Raises:
-            DataError: for ids of another type, or when something is missing or has another shape.
+            DataError: for ids of another type or that do not exist, or when something is missing, has another shape,
+                or is not what it should be: truth values, margins that are numbers, finite losses.
         """
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
             kind = f"{ids.dim()}-d {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -187,7 +193,8 @@ class Sieve:
             if value is not None and value.shape != ids.shape:
                 shapes = f"{tuple(value.shape)} for ids of shape {tuple(ids.shape)}"
                 raise DataError(f"`{name}` must have one value a sample, got shape {shapes}.")
-        ids = ids.cpu()
+        ids = checked_ids(ids, self.num_samples)
+        _check_observed(ids, correct, margin, loss)
         self.log.observe(ids, *(None if x is None else x.detach().cpu() for x in (correct, margin)))
         if self.losses is not None and loss is not None:
             self.losses.observe(ids, loss.detach().cpu())
@@ -201,7 +208,12 @@ class Sieve:
 
         Returns:
             The record of the change, or None.
+
+        Raises:
+            InvalidSettingError: for steps that are no whole numbers, or a plan without any.
         """
+        require(is_whole(steps_done) and steps_done >= 0, "Sieve", "steps_done", steps_done, "a whole number >= 0")
+        require(is_whole(planned_steps) and planned_steps >= 1, "Sieve", "planned_steps", planned_steps, _WHOLE)
         self._passes += 1
         settings, progress = self.settings, steps_done / planned_steps
         if progress >= 1:
@@ -240,6 +252,22 @@ class Sieve:
         if isinstance(settings, CIRCULATING):
             self.members.target = self.num_samples - removed
         self.settings = settings
+
+    def standing(self, *, steps_done: int) -> dict[str, Any]:
+        """What a plan of coming passes has to know: see `egeria_lab.algorithms.sieving.planning`.
+
+        Returns:
+            Samples of a pass over everything and of one under the rule, and what has happened since the last exchange.
+        """
+        members = self.members
+        everything = members.num_kept + members.num_removed
+        kept = members.num_kept
+        if isinstance(self.settings, LossSieve) or (isinstance(self.settings, OneShotSieve) and not self._done):
+            kept = everything - count_leaving(self.settings.fraction, everything, self.batch_size)
+        since = steps_done - self._steps_at_swap
+        return {
+            "full": everything, "short": kept, "fired": self._done, "passes_since": self._passes, "steps_since": since,
+        }  # fmt: skip
 
     # --- by hand -----------------------------------------------------------------------------------------
 
@@ -295,7 +323,7 @@ class Sieve:
         if self._class_of is None:
             raise InvalidSettingError(
                 f"{type(settings).__name__}.class_shares=True needs the label of every training sample, and they are "
-                "not known; give data with integer class labels, or class_shares=False."
+                "not known; give the data set an attribute .targets with one whole number a sample, or class_shares=False."
             )
         return self._class_of
 
@@ -340,8 +368,11 @@ class Sieve:
         """Go on exactly from a saved state.
 
         Raises:
-            DataError: when it is of another kind of sieve or another number of samples.
+            DataError: when it is no state, or of another kind of sieve or another number of samples.
         """
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise DataError(f"this is no state of a sieve: {', '.join(missing)} missing; give what state_dict() gave.")
         saved, own = (state["kind"], state["num_samples"]), (type(self.settings).__name__, self.num_samples)
         if saved != own:
             raise DataError(
@@ -355,3 +386,17 @@ class Sieve:
         self.members.load_state_dict(state["members"])
         if self.losses is not None:
             self.losses.load_state_dict(state["losses"])
+
+
+def _check_observed(ids: Tensor, correct: Tensor | None, margin: Tensor | None, loss: Tensor | None) -> None:
+    if correct is not None and correct.dtype != torch.bool:
+        raise DataError(f"`correct` must be truth values (torch.bool), got {correct.dtype}; compare labels with ==.")
+    for name, value, wrong in (
+        ("margin", margin, None if margin is None else margin.isnan()),
+        ("loss", loss, None if loss is None else ~loss.isfinite()),
+    ):
+        if value is not None and wrong is not None and bool(wrong.any()):
+            raise DataError(
+                f"`{name}` of sample {some(ids[wrong.cpu()])} is no finite number; nothing of this batch was counted, "
+                "check the model's outputs."
+            )
