@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("folder", help="run directory (run_dir= of the session), or one checkpoint file")
     resume.add_argument("--epochs", type=float, help="so many passes from here; default: to the end of the plan")
     resume.add_argument("--device", help="auto, cpu, cuda or cuda:N; default: as it was asked for before")
-    resume.add_argument("--run-dir", help="where to save; default: the run directory itself")
+    resume.add_argument(
+        "--run-dir", help="where to save; default: the run directory itself, or a file beside the given one"
+    )
     resume.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     resume.set_defaults(command=_resume)
 
@@ -134,9 +136,10 @@ def _resume(options: argparse.Namespace) -> int:
         print(loaded, file=sys.stderr)
         if options.epochs is not None or before < session.planned_steps:
             session.run(epochs=options.epochs)
+        saved = _saved_after_resuming(session, Path(options.folder), options.run_dir, before)
         accuracy = session.evaluate()["accuracy"]
         result = {
-            "loaded": loaded, "steps_before": before, "steps": session.steps_done,
+            "loaded": loaded, "steps_before": before, "steps": session.steps_done, "saved": saved,
             "frozen_layers": list(session.layers.frozen), "final_accuracy": accuracy,
         }  # fmt: skip
         if options.json:
@@ -144,9 +147,19 @@ def _resume(options: argparse.Namespace) -> int:
         else:
             shown = "" if accuracy is None else f", validation accuracy {percent(accuracy)}"
             print(f"{session.steps_done - before:,} steps, now {session.steps_done:,}{shown}\n\n{session.layers!r}")
+            print(f"\nSaved: {saved}" if saved is not None else "\nNothing new to save.")
     finally:
         session.close()
     return 0
+
+
+def _saved_after_resuming(session: Session, given: Path, run_dir: str | None, before: int) -> str | None:
+    """Where what was trained is kept: in the run directory, or else in a file beside the one that was given."""
+    if run_dir is not None or given.is_dir():
+        return str(run_dir if run_dir is not None else given)
+    if session.steps_done == before:
+        return None
+    return str(session.save(given.with_name(f"{given.stem}-step-{session.steps_done:09d}{given.suffix}")))
 
 
 def _demo_in_words(result: DemoResult) -> str:

@@ -70,6 +70,27 @@ def test_resume_goes_on_with_a_run(tmp_path: Path) -> None:
     whole.close()
 
 
+def test_resume_of_one_file_saves_beside_it(tmp_path: Path) -> None:
+    session = lab.Session("mlp", "digits", epochs=1, freeze=None)
+    session.step(4)
+    path = session.save(tmp_path / "a.ckpt")
+    content = path.read_bytes()
+    done = run("resume", "a.ckpt", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    total = session.planned_steps
+    assert result["saved"] == f"a-step-{total:09d}.ckpt"
+    again = lab.Session.load(tmp_path / result["saved"])
+    assert again.steps_done == result["steps"] == total
+    assert again.evaluate()["accuracy"] == result["final_accuracy"]
+    assert path.read_bytes() == content
+    done = run("resume", result["saved"], cwd=tmp_path)
+    assert done.stdout.endswith("Nothing new to save.\n")
+    done = run("resume", "a.ckpt", "--run-dir", "run", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["saved"] == "run"
+    assert lab.Session.load(tmp_path / "run").steps_done == total
+
+
 def test_resume_errors_are_one_sentence(tmp_path: Path) -> None:
     done = run("resume", "nothing", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "egeria-lab: there is no checkpoint nothing.\n")

@@ -372,6 +372,45 @@ def test_resuming_goes_on_with_the_journal(tmp_path: Path) -> None:
     session.close()
 
 
+CRASHED = """
+import os, sys
+import egeria_lab as lab
+session = lab.Session("mlp", "digits", freeze=None, run_dir=sys.argv[1], save_every_steps=20)
+session.step(20)
+session.freeze("layers.0")
+session.override("optimizer.lr", 0.07)
+session.step(13)
+session.thaw("layers.0")
+os._exit(9)
+"""
+
+
+def test_commands_that_a_crash_took_are_named(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASHED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    again = lab.Session.load(tmp_path)
+    (note,) = again.events.of(CheckpointLoaded)[0].notes
+    assert note.startswith("13 steps and 3 commands after the checkpoint are lost: step 20: layers.0 frozen by user")
+    assert "; step 20: optimizer.lr" in note
+    assert "; step 33: layers.0 thawed by user" in note
+    assert note.endswith(".")
+    again.step(2)
+    again.close()
+    last = lab.Session.load(tmp_path)
+    assert last.events.of(CheckpointLoaded)[-1].notes == ()  # closed in order: nothing is lost
+    last.close()
+
+
+def test_a_damaged_journal_says_nothing(tmp_path: Path) -> None:
+    session = digits(run_dir=tmp_path)
+    session.step(3)
+    session.close()
+    (tmp_path / NAME).write_text("rubbish")
+    again = lab.Session.load(tmp_path)
+    assert again.events.of(CheckpointLoaded)[0].notes == ()
+    again.close()
+
+
 def test_load_a_folder_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint that can be continued"):
         lab.Session.load(tmp_path)

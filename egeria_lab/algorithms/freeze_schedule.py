@@ -190,11 +190,12 @@ class Schedule:
         Args:
             blocks: as from `blocks`; the head, which never freezes, is the last.
             step_costs: entry ``k`` is the cost of a step with the first `k` blocks frozen, for ``k`` from 0 to
-                ``most_frozen(len(blocks))``; as one number, or as one a layer. Only for solved variants.
+                ``most_frozen(len(blocks))``; as one number, as one a layer, or as a function of progress. Only for
+                solved variants.
             total_steps: planned steps.
             steps_per_epoch: steps in one epoch.
             density_at: as in `schedule_solver.SavingMeter`. A block that is pruned to a lower density when it
-                freezes saves more than this counts.
+                freezes saves more than this counts; costs that are functions of progress can count that too.
 
         Raises:
             InvalidSettingError: when the target cannot be met; the message gives the ceiling.

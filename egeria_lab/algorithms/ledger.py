@@ -92,6 +92,10 @@ class Ledger:
         }
 
     @property
+    def _has_parts(self) -> bool:
+        return self.sieve is not None or self.sparsity is not None
+
+    @property
     def _prefix(self) -> int:
         return next((i for i, layer in enumerate(self.layers) if layer.state != "frozen"), len(self.layers))
 
@@ -103,7 +107,7 @@ class Ledger:
             why += f"; {len(frozen) - self._prefix} behind trainable layers save weight gradients only"
         if self.book.full_flops and self.book.flops_saved_fraction <= 0:
             why += "; 0 so far: no step was made with them, or they hold no product to skip"
-        return why
+        return why if self.sparsity is None else f"{why}; of dense kernels, which masks do not spare"
 
     def _why_time(self) -> str:
         why = "steps are timed against the median of those with nothing frozen"
@@ -204,7 +208,8 @@ class Ledger:
 
     def _rows(self) -> list[list[str]]:
         book, why = self.book, self.why()
-        flops = "FLOPs" if self.sieve is None and self.sparsity is None else "FLOPs by freezing"
+        # With sieve or masks "FLOPs by freezing" is a factor of all together; what the kernels did is another number.
+        flops, of_what = ("FLOPs that ran", " of what ran") if self._has_parts else ("FLOPs", "")
         executed = f"{amount(book.executed_flops, 'FLOPs')} of {amount(book.full_flops, 'FLOPs')}"
         watching = f"{book.monitor_seconds:.1f} s in {book.steps:,} steps"
         if self.worker_seconds:
@@ -227,7 +232,7 @@ class Ledger:
                 watching, "plasticity readings, snapshots and counting, not included above",
             ],
             [
-                "most that freezing can save", percent(1 - self.always_active_share), "–",
+                f"most that freezing can save{of_what}", percent(1 - self.always_active_share), "–",
                 f"{percent(self.always_active_share)} of the FLOPs are the floor",
                 f"{self.layers[-1].name}, the head, and every forward pass remain; only a cache saves more",
             ],
@@ -248,7 +253,7 @@ class Ledger:
 
     def _part_rows(self) -> list[list[str]]:
         rows = memory_rows(self.paper_memory, self.peak_bytes, self.full_peak_bytes)
-        if self.run is not None and (self.sieve is not None or self.sparsity is not None):
+        if self.run is not None and self._has_parts:
             rows = [*run_rows(self.run, self.sieve, self.sparsity), *rows]
         return rows
 

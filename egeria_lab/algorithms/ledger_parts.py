@@ -73,7 +73,7 @@ class SparsityFigures:
         density: share of the masked weights that is live now, in [0, 1].
         target_density: what was asked for.
         mean_density: mean over the steps made, above the target under a soft bound.
-        maskable_share: share of the dense FLOPs whose weights lie under masks, in [0, 1].
+        maskable_share: share of the dense FLOPs, forward and backward, whose weights lie under masks, in [0, 1].
         updates: how often the masks changed.
         seconds: measured time of the updates and of keeping masked weights at zero.
     """
@@ -109,6 +109,13 @@ def sparsity_reason(run: RunFlops, sparsity: SparsityFigures) -> str:
     return f"0: no step has been made under the masks of {sparsity.method}"
 
 
+def freezing_reason(run: RunFlops, sparsity: SparsityFigures | None) -> str:
+    """What the share that freezing saves is a share of, where it is one of several techniques."""
+    if run.saved_by_freezing <= 0:
+        return "0: no step has been made in which a frozen layer spared work"
+    return "of the same steps without freezing" + ("" if sparsity is None else f"; masks counted, {ON_PAPER}")
+
+
 def memory_reason(memory: MemoryRun) -> str:
     """What the papers' memory figure stands for, with its second reading."""
     way = f"weights × density, product outputs and gradients, fp32, batch {memory.batch_size}; no indices, no optimizer"
@@ -119,10 +126,11 @@ def memory_reason(memory: MemoryRun) -> str:
 
 
 def run_rows(run: RunFlops, sieve: SieveFigures | None, sparsity: SparsityFigures | None) -> list[Row]:
-    """Rows of sieving, sparsity, their overheads, and all techniques together."""
+    """Rows of sieving, sparsity, their overheads, freezing, and all techniques together."""
     rows: list[Row] = []
     if sieve is not None:
-        kept = f"{sieve.kept:,} of {sieve.total:,} samples a pass now, {sieve.updates:,} updates in {sieve.seconds:.1f} s"
+        made = f"{sieve.updates:,} updates in {sieve.seconds:.1f} s"
+        kept = f"now {sieve.kept:,} of {sieve.total:,} samples a pass, {made}"
         saved = percent(run.saved_by_sieving)
         rows.append(["FLOPs by sieving", saved, "counted, not timed", kept, sieving_reason(run, sieve)])
     if sparsity is not None:
@@ -133,12 +141,14 @@ def run_rows(run: RunFlops, sieve: SieveFigures | None, sparsity: SparsityFigure
         floor = f"{percent(1 - sparsity.maskable_share)} of the FLOPs are the floor"
         why = "dense layers, and products without a weight such as attention scores, remain"
         rows.append(["most that sparsity can save", percent(sparsity.maskable_share), "–", floor, why])
+    how = "counted, not timed" if sparsity is None else "on paper only"
+    left_over = f"{amount(run.after_freezing, 'FLOPs')} of {amount(run.after_sparsity, 'FLOPs')}"
+    rows.append(["FLOPs by freezing", percent(run.saved_by_freezing), how, left_over, freezing_reason(run, sparsity)])
     executed = f"{amount(run.executed, 'FLOPs')} of {amount(run.dense, 'FLOPs')}"
     factors = {"sieving": run.saved_by_sieving, "sparsity": run.saved_by_sparsity}
     factors |= {"freezing": run.saved_by_freezing, "cache": run.saved_by_caching}
     left = " × ".join(f"(1 − {percent(share)} {name})" for name, share in factors.items() if share)
     together = f"what is left multiplies: {left}" if left else "0: nothing has been saved yet"
-    how = "counted, not timed" if sparsity is None else "on paper only"
     rows.append(["FLOPs, all together", percent(run.saved), how, executed, together])
     return rows
 

@@ -1,8 +1,7 @@
 """What a whole training costs, interval by interval, and which technique saves how much of it.
 
-All figures are *theoretical*. The techniques are counted one after the other, so that what their shares
-leave multiplies to the whole: sieving leaves samples out, sparsity thins the work on the rest, freezing
-spares backward passes of that, a cache spares forward passes of the frozen front.
+All figures are *theoretical*. The techniques are counted one after the other, so that what they leave multiplies:
+sieving leaves samples out, sparsity thins the rest, freezing spares backward and a cache forward passes of that.
 """
 
 from __future__ import annotations
@@ -11,13 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from egeria_lab.algorithms.cost_model import (
-    Shares,
-    dense_weight_gradients,
-    layer_names,
-    training_flops,
-)
+from egeria_lab.algorithms.cost_model import Shares, dense_weight_gradients, layer_names, training_flops
 from egeria_lab.algorithms.costs import StepFlops
+from egeria_lab.algorithms.planned_costs import TargetsOfFrozen
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
 
 Phases = Sequence[tuple[float, Mapping[str, float]]]
@@ -37,7 +32,8 @@ class Interval:
             soft memory bound); None where there is no such allowance.
         unfrozen: densities that the same run would have now if nothing were frozen, where they are others
             (MEST prunes a layer to its target when it freezes); None for `densities`.
-        dense_gradient_steps: steps between two updates that need dense weight gradients (RigL), or None.
+        dense_gradient_steps: steps between two updates that need dense weight gradients (RigL), or None; planned.
+        dense_gradient_samples: samples trained on with dense weight gradients, where they were counted; goes first.
         sieved: share of the data set that is left out, in [0, 1).
 
     Raises:
@@ -55,6 +51,7 @@ class Interval:
     targets: Mapping[str, float] | None = None
     unfrozen: Mapping[str, float] | None = None
     dense_gradient_steps: int | None = None
+    dense_gradient_samples: float | None = None
     sieved: float = 0.0
 
     def __post_init__(self) -> None:
@@ -62,6 +59,9 @@ class Interval:
         steps = self.dense_gradient_steps
         inside = steps is None or (is_whole(steps) and steps >= 1)
         require(inside, "Interval", "dense_gradient_steps", steps, "a whole number >= 1 or None")
+        dense = self.dense_gradient_samples
+        inside = dense is None or (is_number(dense) and dense >= 0)
+        require(inside, "Interval", "dense_gradient_samples", dense, "a number >= 0 or None")
         inside = is_number(self.sieved) and 0 <= self.sieved < 1
         require(inside, "Interval", "sieved", self.sieved, "the share of samples left out, in [0, 1)")
 
@@ -69,6 +69,13 @@ class Interval:
     def trained(self) -> float:
         """Sample presentations that are trained on."""
         return self.samples * (1 - self.sieved)
+
+    @property
+    def with_dense_gradients(self) -> float:
+        """Those of them with dense weight gradients; an update step comes on top of the steps between two updates."""
+        if self.dense_gradient_samples is not None:
+            return self.dense_gradient_samples
+        return self.trained / (self.dense_gradient_steps + 1) if self.dense_gradient_steps is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -116,19 +123,17 @@ class RunFlops:
         served = spared
         if interval.cached:
             served = training_flops(step, densities=densities, frozen=frozen, cached=interval.cached)
-        gradients_all = gradients = 0.0
-        if interval.dense_gradient_steps is not None:
-            # One update step comes on top of the steps between two updates.
-            gradients_all = dense_weight_gradients(step, densities) / (interval.dense_gradient_steps + 1)
-            gradients = dense_weight_gradients(step, densities, frozen) / (interval.dense_gradient_steps + 1)
+        grown = interval.with_dense_gradients
+        gradients_all = grown * dense_weight_gradients(step, densities) if grown else 0.0
+        gradients = grown * dense_weight_gradients(step, densities, frozen) if grown else 0.0
         self.samples += interval.samples
         self.trained_samples += trained
         self.dense += interval.samples * full
         self.after_sieving += trained * full
-        self.after_sparsity += trained * (sparse + gradients_all)
-        self.after_freezing += trained * (spared + gradients)
-        self.executed += trained * (served + gradients)
-        self.dense_gradients += trained * gradients
+        self.after_sparsity += trained * sparse + gradients_all
+        self.after_freezing += trained * spared + gradients
+        self.executed += trained * served + gradients
+        self.dense_gradients += gradients
         if interval.targets is not None:
             asked = training_flops(step, densities=interval.targets, frozen=frozen, cached=interval.cached)
             self.soft_bound += trained * (served - asked)
@@ -226,24 +231,22 @@ def plan_intervals(
         [(25.0, ()), (75.0, ('body',))]
     """
     times, names = freeze_times or {}, layer_names(step)
-    for name in times:
-        if name not in names:
-            raise unknown_name("layer", name, names)
+    targets_of_frozen = TargetsOfFrozen(step, targets)
+    unknown = [name for name in times if name not in names]
+    if unknown:
+        raise unknown_name("layer", unknown[0], names)
     ends = [end for end, _ in phases]
     if ends != sorted(set(ends)):
         raise InvalidSettingError(f"phases must end one after the other, in order of time; got the ends {ends}.")
-    owners = {p.weight: names[p.layer] for p in step.products if p.weight is not None}
-    last: Mapping[str, float] = phases[-1][1] if phases else {}
     edges = sorted({0.0, 1.0, *(time for time in [*times.values(), *ends] if 0 < time < 1)})
     intervals = []
     for start, end in pairwise(edges):
         frozen = tuple(name for name in names if times.get(name, 1.0) <= start)
-        phase = next((densities for until, densities in phases if start < until), last)
-        settled = {n: d for n, d in (targets or {}).items() if owners.get(n, n) in frozen}
+        phase = next((densities for until, densities in phases if start < until), phases[-1][1] if phases else {})
         intervals.append(
             Interval(
-                samples=samples * (end - start), frozen=frozen, densities={**phase, **settled}, targets=targets,
-                dense_gradient_steps=dense_gradient_steps, sieved=sieved,
+                samples=samples * (end - start), frozen=frozen, densities={**phase, **targets_of_frozen(frozen)},
+                targets=targets, dense_gradient_steps=dense_gradient_steps, sieved=sieved,
             )
         )  # fmt: skip
     return intervals
@@ -252,8 +255,7 @@ def plan_intervals(
 def mean_density(phases: Sequence[tuple[float, float]]) -> float:
     """Density averaged over a training, from pairs (how long, density).
 
-    Under a soft memory bound it lies above the target: MEST's EM&S at 90 % sparsity trains at 0.15, 0.125
-    and 0.10, a third more work on the masked weights than 0.10 all along.
+    Under a soft memory bound it is above the target: EM&S at 90 % trains at 0.15, 0.125, 0.10, a third more work.
 
     Source: MEST (NeurIPS 2021), section 4; phases of ResNet-32 over 160 epochs.
 

@@ -17,7 +17,8 @@ from egeria_lab.errors import InvalidSettingError, is_number
 DENSITY_CELLS = 4096
 """A density that varies is read at no more than this many times of a training."""
 
-StepCosts = Sequence[float] | Sequence[Sequence[float]]
+CostAt = Callable[[float], float]
+StepCosts = Sequence[float] | Sequence[Sequence[float]] | Sequence[CostAt]
 Density = Callable[[float], float | Sequence[float]]
 
 
@@ -69,8 +70,9 @@ class SavingMeter:
     """Tells which share of a training's FLOPs a freezing plan saves.
 
     Args:
-        step_costs: entry ``k`` is the cost of one step with the first `k` blocks frozen, as one number, or
-            as one number a layer where their densities differ.
+        step_costs: entry ``k`` is the cost of one step with the first `k` blocks frozen, as one number, as one
+            number a layer where their densities differ, or as a function of progress in [0, 1] that knows all
+            about densities by itself (`planned_costs.PlannedCost`).
         total: length of the training, > 0, in the unit of the stints (steps or epochs).
         density_at: ``density_at(progress)``, what the costs are multiplied with at a progress in [0, 1]: one
             number, or one a layer; None for a constant one. Read in the middle of each unit of a whole
@@ -96,11 +98,12 @@ class SavingMeter:
     ) -> None:
         self.total = total
         self._work_at = work_at if work_at is not None else float
-        rows = [[row] if isinstance(row, (int, float)) else list(row) for row in step_costs]
-        if not rows or not all(is_number(cost) and cost >= 0 for row in rows for cost in row):
+        rows = [row if callable(row) else [row] if isinstance(row, (int, float)) else list(row) for row in step_costs]
+        given = [cost for row in rows if not callable(row) for cost in row]
+        if not rows or not all(is_number(cost) and cost >= 0 for cost in given):
             raise InvalidSettingError(f"step costs must be finite numbers >= 0, at least one, got {step_costs!r}.")
         cells = 1
-        if density_at is not None:
+        if density_at is not None or any(callable(row) for row in rows):
             cells = int(total) if float(total).is_integer() and total <= DENSITY_CELLS else DENSITY_CELLS
         self._edges = [total * index / cells for index in range(cells + 1)]
         self._work = [self._work_at(edge) for edge in self._edges]
@@ -137,7 +140,9 @@ class SavingMeter:
         return saved / self.spent(0, self.total)
 
 
-def _rates(row: Sequence[float], density_at: Density | None, cells: int) -> list[float]:
+def _rates(row: Sequence[float] | CostAt, density_at: Density | None, cells: int) -> list[float]:
+    if callable(row):
+        return [row((cell + 0.5) / cells) for cell in range(cells)]
     if density_at is None:
         return [sum(row)] * cells
     rates = []

@@ -20,13 +20,31 @@ from typing import IO, Any
 import numpy as np
 
 from egeria_lab.errors import CheckpointError, EgeriaLabError
-from egeria_lab.events import Event, EventLog, event_from_dict
+from egeria_lab.events import (
+    CommandRedone,
+    CommandUndone,
+    Event,
+    EventLog,
+    LayerFrozen,
+    LayerPinned,
+    LayerThawed,
+    LayerUnpinned,
+    SamplesDiscarded,
+    SamplesRestored,
+    SettingChanged,
+    event_from_dict,
+)
 from egeria_lab.history import Array, History
 
 NAME = "journal.jsonl"
 FLUSH_SECONDS = 1.0
 """A killed process loses no more of the record than this."""
 RETRY_SECONDS = 30.0
+COMMANDED = (
+    LayerFrozen, LayerThawed, LayerPinned, LayerUnpinned, SettingChanged, SamplesDiscarded, SamplesRestored,
+    CommandUndone, CommandRedone,
+)  # fmt: skip
+"""Events that a command leaves, which nobody gives again by himself: they are flushed at once."""
 
 
 class Journal:
@@ -60,13 +78,14 @@ class Journal:
         self._file: IO[str] | None = None
         self._flushed = time.monotonic()
         self._retry_at = 0.0
+        self._urgent = False
         self._rewinds = (history.rewinds, events.rewinds)
         self._rows: dict[str, Array] = {}
         self._told: list[Event] = []
         self._open()
 
     def note(self) -> None:
-        """Write down what is new; flushed at most once a second.
+        """Write down what is new; flushed at most once a second, and at once when a command landed.
 
         Raises:
             CheckpointError: when the file cannot be written to; it is tried again half a minute later.
@@ -78,9 +97,9 @@ class Journal:
                 if self._file is None:
                     self._open()
                 self._write_new()
-                if time.monotonic() - self._flushed >= FLUSH_SECONDS and self._file is not None:
+                if (self._urgent or time.monotonic() - self._flushed >= FLUSH_SECONDS) and self._file is not None:
                     self._file.flush()
-                    self._flushed = time.monotonic()
+                    self._flushed, self._urgent = time.monotonic(), False
                     if not self.path.exists():  # somebody removed it
                         self._file.close()
                         self._file = None
@@ -131,6 +150,7 @@ class Journal:
         for event in self._events.since(len(self._told)):
             self._line({"event": event.to_dict()})
             self._told.append(event)
+            self._urgent = self._urgent or (isinstance(event, COMMANDED) and event.by not in ("rule", "session"))
 
     def _take_back_if_rewound(self) -> None:
         """After a restore: tell how much of what was written still holds."""

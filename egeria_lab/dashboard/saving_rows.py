@@ -80,7 +80,7 @@ def saving_rows(ledger: Mapping[str, object]) -> list[SavingRow]:
     held_full = quantity(memory.get("full_saved_tensor_bytes"), "B")
     return [
         SavingRow(
-            "Computation by freezing (FLOPs)" if several else "Computation (FLOPs)",
+            "Computation that ran (FLOPs)" if several else "Computation (FLOPs)",
             number(flops.get("saved_fraction")), None, of_flops,
             _why(flops, "counted from the operators that ran, not timed"), unmeasured=COUNTED,
         ),

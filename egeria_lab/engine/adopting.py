@@ -7,23 +7,21 @@ back, what was asked for wins; where the two do not fit, the part begins anew at
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from egeria_lab.algorithms.sieving.membership import DISCARDED_KEPT
+from egeria_lab.algorithms.sieving.settings import ManualSieve
+from egeria_lab.algorithms.sparse.mask_set import mask_settings
 from egeria_lab.algorithms.sparse.masked_training import SparseTraining
-from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.config import derive_seed
+from egeria_lab.engine.arguments import NOT_KEPT
 from egeria_lab.engine.budget import STEP_LIMIT
+from egeria_lab.engine.optimizer_state import RATES, same_groups
 from egeria_lab.engine.rules import ScheduleRule
 from egeria_lab.errors import InvalidSettingError
-
-RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_NOT_IN_MASKS = ("init",)
-"""Settings that matter for the first masks only."""
 
 
 class Adoption:
@@ -106,23 +104,31 @@ class Adoption:
                 for key in RATES:
                     group.pop(key, None)
                 group.update(rates)
+            self.peak = self.peak if self.peak is not None else schedule.peak_rate
             self.notes.append("The schedule is of another kind than before: it begins anew.")
             return
-        if same_groups(self._groups, groups):
+        same = same_groups(self._groups, groups)
+        own_rates = self.keeps_options and isinstance(schedule.scheduler, LambdaLR)
+        if same and not own_rates:
             schedule.load_state_dict(state)
             return
         if not isinstance(schedule.scheduler, LambdaLR):
             if schedule.scheduler is not None:
                 self.notes.append("The schedule had other parameter groups before: it begins anew.")
             return
+        if own_rates:
+            for group, rates in zip(groups, self._fresh_rates, strict=True):
+                group.update(rates)
         schedule.scheduler.last_epoch = int(state["scheduler"]["last_epoch"])
         schedule.scheduler._step_count = int(state["scheduler"]["_step_count"])
         schedule.scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
         self._turned = True
+        if same:
+            return
         done = f"from {schedule.scheduler.last_epoch:,} {schedule.every}s on"
         if any("layer" in group for group in groups):
             self.notes.append(f"Each layer has a learning-rate schedule of its own now, which is followed {done}.")
-        else:
+        elif any("layer" in group["options"] for group in self._groups):
             self.notes.append(f"All layers follow one learning-rate schedule now, {done}.")
 
     def _follow(self) -> None:
@@ -184,11 +190,11 @@ class Adoption:
         """Go on with the saved masks where they are those of the settings here, or make masks anew."""
         sparse = self.session.sparse
         then = None if state is None else state["masks"].get("settings")
-        if state is not None and (then is None or then == mask_settings(sparse.settings)):
-            if then is not None or "sparsity" not in self.asked:
-                sparse.load_state_dict(state)
-                self._bring_to_target()
-                return
+        known = then == mask_settings(sparse.settings) if then is not None else "sparsity" not in self.asked
+        if state is not None and known:
+            sparse.load_state_dict(state)
+            self._bring_to_target()
+            return
         frozen = self.session._steering.freezer.frozen
         if frozen:
             raise InvalidSettingError(
@@ -251,17 +257,19 @@ class Adoption:
         passes.read_again()
         self.notes.append(
             f"The sieve was {self._sieve_then or 'none'} and is {self._sieve_now or 'none'}: it begins anew with the "
-            "next pass over the data" + (", and what was discarded by hand stays discarded." if by_hand else ".")
+            f"next pass over the data{', and what was discarded by hand stays discarded' if by_hand else ''}"
+            f"; the plan is {session.budget.total_steps:,} steps."
         )
 
 
-def mask_settings(settings: SparsitySettings) -> dict[str, Any]:
-    """What decides the shape and the number of masks, as plain values.
+def note_changes(session: Any, names: Iterable[str]) -> None:
+    """Write down that a run went on with other arguments, so that it cannot be done again from its record."""
+    for name in names:
+        if name not in (*NOT_KEPT, "device"):
+            session.command_log.note_change(name, session.steps_done)
 
-    Example:
-        >>> from egeria_lab.algorithms.sparse.methods import StaticSparsity
-        >>> mask_settings(StaticSparsity(sparsity=0.5))["scheme"]
-        'unstructured'
-    """
-    values = {f.name: getattr(settings, f.name) for f in fields(SparsitySettings) if f.name not in _NOT_IN_MASKS}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+def _kind_of_sieve(states: Mapping[str, Any]) -> str | None:
+    state = states.get("sieve")
+    kind = None if state is None or state["sieve"] is None else str(state["sieve"]["kind"])
+    return None if kind == ManualSieve.__name__ else kind

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,7 @@ from egeria_lab.algorithms import freeze_policy, freeze_schedule, gradient_norm
 from egeria_lab.algorithms.sieving import settings as sieve_settings
 from egeria_lab.algorithms.sparse import methods as sparsity
 from egeria_lab.data import augment, cache_settings
-from egeria_lab.errors import CheckpointError, EgeriaLabError
+from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError, unknown_name
 
 NOT_KEPT = ("self", "run_dir", "save_every_steps", "save_every_minutes", "keep_checkpoints", "undo_bytes")
 """Where a session is saved is decided when it is made or loaded, and by nothing that is read from a file."""
@@ -70,6 +72,35 @@ def rebuilt(description: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[d
         arguments[name], note = _made(name, what)
         notes += note
     return arguments, notes
+
+
+def check_names(call: str, make: Callable[..., Any], changes: Mapping[str, Any]) -> None:
+    """Raise for a change that is no argument of `make`.
+
+    Raises:
+        UnknownNameError: with the nearest one.
+
+    Example:
+        >>> check_names("fork()", lambda epochs=1: None, {"epoch": 2})
+        Traceback (most recent call last):
+        egeria_lab.errors.UnknownNameError: Unknown argument of fork() 'epoch'. Did you mean 'epochs'? Known: epochs.
+    """
+    known = list(inspect.signature(make).parameters)
+    for name in changes:
+        if name not in known:
+            raise unknown_name(f"argument of {call}", name, known)
+
+
+def check_path(call: str, path: Any) -> Path:
+    """A path from whatever was given for one.
+
+    Raises:
+        InvalidSettingError: when it is none.
+    """
+    valid = isinstance(path, (str, os.PathLike)) and not isinstance(path, bytes)
+    if not valid:
+        raise InvalidSettingError(f"{call} must be a path (a text or a pathlib.Path), got {path!r}.")
+    return Path(path)
 
 
 def _described(value: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def make_steering(session: Any, park_state: str) -> Steering:
     steering = Steering(
         session.layers, freezer, session.policy, session.settings_book, session.schedule, session.events, session.rule
     )
+    session.sieve.plan_with(session.budget, session._passes, lambda: int(session.steps_done))
     steering.handle(c.Extend, _extending(session))
     steering.owners["sieve"] = session.sieve.change
     steering.handle(c.Discard, _on_samples(session, session.sieve.discard))

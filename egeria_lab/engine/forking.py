@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_lab.algorithms.model_copy import MADE_OF, plain_copy
+from egeria_lab.engine.adopting import note_changes
+from egeria_lab.engine.arguments import check_names
 from egeria_lab.engine.saving import set_flags
 from egeria_lab.engine.session_state import capture, check_between_steps, restore
 from egeria_lab.errors import InvalidSettingError
+from egeria_lab.events import CheckpointLoaded
 
 OWN_PARTS = ("model", "loss", "optimizer")
 """Arguments that hold weights or state: a fork has its own."""
@@ -28,8 +31,11 @@ def fork(session: Any, make: Callable[..., Any], **changes: Any) -> Any:
         changes: arguments of `Session` that are to be others in the copy.
 
     Raises:
+        UnknownNameError: for a change that is no argument of `Session`.
         InvalidSettingError: from inside a step, or when a scheduler was given ready-made, which cannot be copied.
+        CheckpointError: when the copy cannot go on from here with what is asked for.
     """
+    check_names("fork()", make, changes)
     session._check_open()
     check_between_steps(session, "fork()")
     with session._lock:
@@ -47,11 +53,14 @@ def fork(session: Any, make: Callable[..., Any], **changes: Any) -> Any:
         own["data"] = session.data  # loaded already
     second = make(**{**arguments, "run_dir": None, **own, **changes})
     try:
-        restore(second, state)
+        notes = restore(second, state, asked=changes)
+        note_changes(second, changes)
     except BaseException:
         second.close()
         raise
     second._arguments.update({name: value for name, value in arguments.items() if name == "data"} | changes)
+    if notes:
+        second.events.append(CheckpointLoaded(step=state.step, path="the session that was forked", notes=tuple(notes)))
     return second
 
 

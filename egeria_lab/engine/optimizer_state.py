@@ -6,13 +6,14 @@ freezing and resuming do not go together there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -58,8 +59,26 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
+def same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """True when saved groups are these, one by one: as many, and each of the same layer where they are split by layer.
+
+    Example:
+        >>> same_groups([{"options": {"lr": 0.1}}], [{"lr": 0.2}]), same_groups([{"options": {}}], [{"layer": "a"}])
+        (True, False)
+    """
+    return [group["options"].get("layer") for group in saved] == [group.get("layer") for group in groups]
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, own_options: bool = False
+) -> list[str]:
     """Take over a state of `optimizer_state`; who is in which group stays as it is now.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        state: from `optimizer_state`.
+        own_options: momentum and the like stay as this optimizer has them.
 
     Returns:
         What did not fit, in sentences. Learning rates and the like are taken over in any case.
@@ -68,8 +87,8 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     named = names_of(model, optimizer)
     kind = type(optimizer).__name__
     same_kind = state["kind"] == kind
-    _load_groups(optimizer, state, named, same_kind)
-    if len(optimizer.param_groups) != len(state["groups"]):
+    _load_groups(optimizer, state, named, same_kind and not own_options)
+    if not same_groups(state["groups"], optimizer.param_groups):
         notes.append(
             f"The optimizer has {len(optimizer.param_groups)} parameter groups and had {len(state['groups'])}: each "
             "group took the rates of its first parameter."
@@ -127,15 +146,21 @@ def _load_groups(
     saved = state["groups"]
     home = {name: group["options"] for group in saved for name in group["params"]}
     for index, group in enumerate(optimizer.param_groups):
-        aligned = len(saved) == len(optimizer.param_groups)
-        first = next((home[names[id(p)]] for p in group["params"] if names[id(p)] in home), saved[0]["options"])
+        aligned = same_groups(saved, optimizer.param_groups)
+        own = [
+            g["options"]
+            for g in saved
+            if group.get("layer") is not None and g["options"].get("layer") == group["layer"]
+        ]
+        away = own[0] if own else saved[0]["options"]  # all that was in this group is frozen
+        first = next((home[names[id(p)]] for p in group["params"] if names[id(p)] in home), away)
         options = saved[index]["options"] if aligned else first
         if same_kind and aligned:
             for key in [key for key in group if key not in options and key not in _NOT_OPTIONS]:
                 del group[key]
             group.update(options)
         else:  # the rates only: the rest belongs to this optimizer
-            group.update({key: options[key] for key in ("lr", "initial_lr", "max_lr", "min_lr") if key in options})
+            group.update({key: options[key] for key in RATES if key in options})
 
 
 def _on_device(optimizer: Optimizer, parameter: Tensor) -> bool:

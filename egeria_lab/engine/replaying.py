@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from egeria_lab.checkpoint.file import read
 from egeria_lab.checkpoint.folder import latest
-from egeria_lab.engine.arguments import rebuilt
+from egeria_lab.engine.arguments import check_path, rebuilt
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.errors import CheckpointError
@@ -78,7 +77,8 @@ def replay(
     Raises:
         CheckpointError: when the record cannot be read, or the run went on with other arguments in between.
     """
-    found, tree, _ = latest(path) if Path(path).is_dir() else (Path(path), read(path), [])
+    place = check_path("replay: path", path)
+    found, tree, _ = latest(place) if place.is_dir() else (place, read(place), [])
     given = {**changes, **{k: v for k, v in (("model", model), ("data", data)) if v is not None}}
     parts, log = tree["state"]["parts"], CommandLog()
     log.load_state_dict(parts["commands"])

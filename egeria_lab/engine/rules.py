@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from egeria_lab.algorithms.costs import StepFlops
@@ -11,8 +12,9 @@ from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm, GradientNormPolicy
 from egeria_lab.algorithms.layers import LayerModules
+from egeria_lab.algorithms.planned_costs import PlannedCost
 from egeria_lab.algorithms.schedule_policy import SchedulePolicy
-from egeria_lab.algorithms.schedule_solver import Density
+from egeria_lab.algorithms.schedule_solver import Density, StepCosts
 from egeria_lab.data.loaders import Batch
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.layer_board import LayerBoard
@@ -215,16 +217,21 @@ def schedule_policy(
         layers: the layer modules.
         flops_of: counts the FLOPs of a step with some layers frozen, such as `Recorder.flops`.
         budget: planned length of the training.
-        density_at: density of each layer at a progress in [0, 1], or one for all; None for dense layers.
+        density_at: density of each layer at a progress in [0, 1], or one for all; None for dense layers. A
+            `PlannedCost` is asked for whole steps, so that pruning at a freeze and dense gradients are counted.
 
     Raises:
         InvalidSettingError: when its saving target cannot be met.
     """
     blocks = settings.blocks(layers.names, flops_of(()).forward)
-    costs = []
-    for count in range(settings.most_frozen(len(blocks)) + 1 if settings.is_solved else 0):
-        flops = flops_of([name for block in blocks[:count] for name in block])
-        costs.append([forward + backward for forward, backward in zip(flops.forward, flops.backward, strict=True)])
+    counts = range(settings.most_frozen(len(blocks)) + 1 if settings.is_solved else 0)
+    fronts = [[name for block in blocks[:count] for name in block] for count in counts]
+    costs: StepCosts
+    if isinstance(density_at, PlannedCost):
+        costs, density_at = [partial(density_at.of_step, front) for front in fronts], None
+    else:
+        counted = [flops_of(front) for front in fronts]
+        costs = [[f + b for f, b in zip(flops.forward, flops.backward, strict=True)] for flops in counted]
     plan = settings.plan(
         blocks, costs, total_steps=budget.total_steps, steps_per_epoch=budget.steps_per_epoch, density_at=density_at
     )

@@ -14,15 +14,18 @@ from torch import nn
 from egeria_lab.algorithms.model_copy import unwrapped
 from egeria_lab.checkpoint.file import read, write
 from egeria_lab.checkpoint.folder import RunFolder, latest
-from egeria_lab.checkpoint.journal import NAME, Journal
+from egeria_lab.checkpoint.journal import COMMANDED, NAME, Journal, recover
 from egeria_lab.checkpoint.tree import Tree
-from egeria_lab.engine.arguments import described, rebuilt
+from egeria_lab.engine.adopting import note_changes
+from egeria_lab.engine.arguments import check_path, described, rebuilt
 from egeria_lab.engine.session_state import SessionState, capture, check_between_steps, restore
 from egeria_lab.errors import CheckpointError, EgeriaLabError, is_number, is_whole, require
-from egeria_lab.events import CheckpointLoaded, CheckpointSaved, SaveFailed
+from egeria_lab.events import CheckpointLoaded, CheckpointSaved, Event, SaveFailed
 
 SAVE_EVERY_MINUTES = 5.0
 KEEP_CHECKPOINTS = 3
+MOST_NAMED = 20
+"""A note names so many lost commands and counts the others."""
 
 
 def save(session: Any, path: str | os.PathLike[str]) -> Path:
@@ -35,7 +38,7 @@ def save(session: Any, path: str | os.PathLike[str]) -> Path:
     session._check_open()
     check_between_steps(session, "save()")
     start = time.perf_counter()
-    target = Path(path)
+    target = check_path("Session.save: path", path)
     with session._lock:
         session.land_commands()  # what was asked before is part of what is saved
         state = capture(session)
@@ -68,9 +71,10 @@ def load(
     Raises:
         CheckpointError: when the checkpoint cannot be read or does not fit, or something must be given again.
     """
-    place = Path(path)
+    place = check_path("Session.load: path", path)
     if place.is_dir():
         found, tree, notes = latest(place)
+        notes += what_is_lost(place, tree)
         changes.setdefault("run_dir", place)
     else:
         found, tree, notes = place, read(place), []
@@ -81,12 +85,11 @@ def load(
     notes += more
     if isinstance(arguments.get("model"), nn.Module):
         notes += set_flags(unwrapped(arguments["model"]), state.tree)
+    asked = {name: value for name, value in changes.items() if "own" not in tree["arguments"].get(name, ("own",))}
     session = _made(make, arguments)
     try:
-        notes += restore(session, state)
-        for name in changes:
-            if name in tree["arguments"] and name != "device" and "own" not in tree["arguments"][name]:
-                session.command_log.note_change(name, session.steps_done)
+        notes += restore(session, state, asked=asked)
+        note_changes(session, asked)
     except BaseException:
         session.close()
         raise
@@ -140,7 +143,7 @@ class Autosave:
         require(whole, "Session", "save_every_steps", every_steps, "a whole number >= 1 or None")
         valid = every_minutes is None or (is_number(every_minutes) and every_minutes > 0)
         require(valid, "Session", "save_every_minutes", every_minutes, "a number > 0 or None")
-        self.folder = RunFolder(run_dir, keep)
+        self.folder = RunFolder(check_path("Session.run_dir", run_dir), keep)
         self._session = session
         self._every_steps = every_steps
         self._every_seconds = None if every_minutes is None else 60 * every_minutes
@@ -152,6 +155,7 @@ class Autosave:
         except CheckpointError:
             self.folder.close()
             raise
+        self._unsubscribe = [session.events.subscribe(self._after_command, kind) for kind in COMMANDED]
 
     def after_step(self) -> None:
         """Look at a finished step, on the thread that trains: journal, and a checkpoint when one is due."""
@@ -183,8 +187,15 @@ class Autosave:
         """Save what was trained since the last checkpoint, and give the directory back."""
         if self._session.steps_done != self._saved_step:
             self.save()
+        for end in self._unsubscribe:
+            end()
         self.journal.close()
         self.folder.close()
+
+    def _after_command(self, event: Event) -> None:
+        """A command may land between two steps that are far apart: the journal has it at once."""
+        if event.by not in ("rule", "session"):
+            self._try("journal", self.journal.note)
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         try:
@@ -223,3 +234,23 @@ def _state_in(path: Path, tree: Tree) -> SessionState:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no session (it lacks {error}).") from error
     return SessionState(state["step"], state)
+
+
+def what_is_lost(place: Path, tree: Tree) -> list[str]:
+    """What a run made after its checkpoint and nothing saved, as far as its journal tells, in at most one sentence."""
+    try:
+        history, events = recover(place / NAME)
+        step, saved = int(tree["state"]["step"]), list(tree["state"]["parts"]["events"]["events"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return []  # no journal, or no session: what follows says so
+    same = len(saved) <= len(events) and all(repr(a) == repr(b) for a, b in zip(saved, events, strict=False))
+    later = events[len(saved) :] if same else [event for event in events if event.step > step]
+    commands = [e for e in later if isinstance(e, COMMANDED) and e.by not in ("rule", "session")]
+    steps = max(0, int(max(history.steps["step"], default=0)) - step)
+    lost = [f"{n:,} {what}{'s' if n != 1 else ''}" for n, what in ((steps, "step"), (len(commands), "command")) if n]
+    if not lost:
+        return []
+    named = "; ".join(f"step {event.step}: {event.sentence()}" for event in commands[:MOST_NAMED])
+    more = f"; and {len(commands) - MOST_NAMED:,} more" if len(commands) > MOST_NAMED else ""
+    verb = "is" if steps + len(commands) == 1 else "are"
+    return [f"{' and '.join(lost)} after the checkpoint {verb} lost{': ' if named else ''}{named}{more}."]

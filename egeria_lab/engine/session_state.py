@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_lab.checkpoint.tree import Tree, copied, num_bytes
+from egeria_lab.engine.adopting import Adoption
 from egeria_lab.engine.optimizer_state import load_optimizer_state, optimizer_state
 from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError
 
@@ -60,13 +61,16 @@ def capture(session: Any) -> SessionState:
         return SessionState(session.steps_done, copied(tree))
 
 
-def restore(session: Any, state: SessionState, *, keep_events: bool = False) -> list[str]:
+def restore(
+    session: Any, state: SessionState, *, keep_events: bool = False, asked: Mapping[str, Any] | None = None
+) -> list[str]:
     """Put a session, this one or another of the same making, where it was.
 
     Args:
         session: the session; no step may be under way.
         state: from `capture`; it is left as it is and can be put back again.
         keep_events: leave the log of events alone.
+        asked: arguments that the session was made with and that hold instead of what the state has, by name.
 
     Returns:
         What is not as it was, in sentences.
@@ -76,7 +80,7 @@ def restore(session: Any, state: SessionState, *, keep_events: bool = False) -> 
     """
     with session._lock:
         try:
-            return _restore(session, copied(state.tree), keep_events)
+            return _restore(session, copied(state.tree), keep_events, asked or {})
         except EgeriaLabError as error:
             raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -153,10 +157,10 @@ def check_fits(session: Any, tree: Mapping[str, Any]) -> None:
             )
 
 
-def _restore(session: Any, tree: dict[str, Any], keep_events: bool) -> list[str]:
+def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mapping[str, Any]) -> list[str]:
     check_fits(session, tree)
-    notes: list[str] = []
-    states = dict(tree["parts"])
+    adoption = Adoption(session, tree, asked)
+    notes, states = adoption.notes, tree["parts"]
     parts = parts_of(session)
     for name in ("events",) if keep_events else ():
         parts.pop(name)
@@ -165,33 +169,34 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool) -> list[str]
         notes.append("The freezing rule is another one than before: it begins anew.")
         parts.pop("rule", None)
         states.pop("rule", None)
+    adoption.prepare()
     if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
         for parked in states["freezer"]["parked"]:
             parked["state"] = {}
-    peak = session.schedule.peak_rate
     for name, part in parts.items():
-        if name not in states:
+        if adoption.skips(name):
+            continue
+        if name == "masks":
+            adoption.take_masks(states.get(name))
+        elif name == "schedule":
+            adoption.take_schedule(states[name])
+        elif name not in states:
             notes.append(f"The checkpoint holds nothing of {name}: it begins anew.")
         elif part.load_state_dict(states[name]) is False:
             notes.append(f"The {name} is of another kind than before: it begins anew.")
         if name == "freezer":  # what is frozen decides who is in the optimizer
             _load_model(session.model, tree["model"])
-            notes += load_optimizer_state(session.model, session.optimizer, tree["optimizer"])
+            notes += load_optimizer_state(
+                session.model, session.optimizer, tree["optimizer"], own_options=adoption.keeps_options
+            )
         elif name == "settings":
             _hand_out_settings(session)
-    notes += [f"There is no {name} here: what it had saved is left out." for name in states if name not in parts]
-    if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
-        _keep_peak(session, peak)
+    for name in [name for name in states if name not in parts]:
+        what = "There are no masks here: every weight trains from now on." if name == "masks" else None
+        notes.append(what or f"There is no {name} here: what it had saved is left out.")
     session._steps_done, session._graphs = tree["step"], tree["graphs"]
+    adoption.finish()
     return notes
-
-
-def _keep_peak(session: Any, peak: float) -> None:
-    """Another optimizer keeps its own peak rate; where the schedule stands is taken over."""
-    saved = session.schedule.peak_rate
-    if saved > 0 and peak != saved:
-        session.schedule.scale(peak / saved)
-    session.settings_book.learning_rate = peak
 
 
 def _hand_out_settings(session: Any) -> None:

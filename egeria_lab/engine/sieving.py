@@ -7,7 +7,7 @@ it is the public face of sieving: most of it is signatures and what they promise
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.ledger import SieveFigures
+from egeria_lab.algorithms.sieving import planning
 from egeria_lab.algorithms.sieving.export import write_kept
 from egeria_lab.algorithms.sieving.forgetting import Counts
 from egeria_lab.algorithms.sieving.ids import checked_ids
@@ -26,10 +27,12 @@ from egeria_lab.algorithms.sieving.update import SieveUpdate
 from egeria_lab.config import derive_seed
 from egeria_lab.data.labels import labels_of
 from egeria_lab.data.loaders import Batch, BatchSource
+from egeria_lab.engine.budget import Budget
+from egeria_lab.engine.passes import Passes
 from egeria_lab.engine.sieve_look import SieveLook, look_at
 from egeria_lab.engine.signals import SampleSignals
 from egeria_lab.errors import DataError, InvalidSettingError
-from egeria_lab.events import Event, EventLog, SamplesDiscarded, SamplesRestored, SamplesSieved
+from egeria_lab.events import Event, EventLog, Notice, SamplesDiscarded, SamplesRestored, SamplesSieved
 from egeria_lab.history import History
 
 MOST_IDS_IN_AN_EVENT = 100_000
@@ -64,7 +67,8 @@ class SessionSieve:
         self._history: History | None = None
         self._passes: Passes | None = None
         self._notices: list[str] = []
-        self._says_if_idle = settings is not None
+        self._may_be_idle = settings is not None  # nothing was said of it yet
+        self._steps_done: Callable[[], int] = lambda: 0
         if settings is not None:
             source.check_can_be_sieved()
             self._follow(after=-1)
@@ -176,18 +180,20 @@ class SessionSieve:
         for message in self._notices:
             events.append(Notice(step=0, message=message))
 
-    def plan_with(self, budget: Budget, passes: Passes) -> None:
+    def plan_with(self, budget: Budget, passes: Passes, steps_done: Callable[[], int]) -> None:
         """Count the plan in passes as long as they will be; say so when nothing will be exchanged in it.
 
         Args:
             budget: the plan.
             passes: where training stands in its passes.
+            steps_done: tells the finished steps.
         """
-        self._passes = passes
-        if isinstance(self.settings, (OneShotSieve, LossSieve)):
-            budget.planner = self
+        if self.settings is None:
+            return
         if budget.decided:
             self._say_if_idle(budget.total_steps)
+        self._passes, self._steps_done = passes, steps_done
+        budget.planner = self
 
     def weights(self, ids: Tensor) -> Tensor | None:
         """Loss weights of a batch, or None when all are 1."""
@@ -260,10 +266,26 @@ class SessionSieve:
 
     def _from_here(self, epochs: float) -> tuple[SieveSettings, planning.Standing, float]:
         assert self.settings is not None
-        assert self._passes is not None
         passes = self._passes
-        standing = self._standing(self._steps_seen(), passes.length)
+        assert passes is not None
+        standing = self._standing(self._steps_done(), passes.length, passes.position, passes.number)
         return self.settings, standing, epochs + passes.done
+
+    def _standing(self, step: int, length: int, position: int = 0, number: int = 0) -> planning.Standing:
+        known = self._sieve.standing(steps_done=step)
+        full, short = (self._source.expected_steps(known.pop(name)) for name in ("full", "short"))
+        return planning.Standing(
+            full=full, short=short, length=length, position=position, passes=number, step=step, **known
+        )  # fmt: skip
+
+    def _say_if_idle(self, planned_steps: int) -> None:
+        """Once, before the second pass: that nothing will be exchanged."""
+        if not self._may_be_idle or self._events is None or self.settings is None:
+            return
+        self._may_be_idle = False
+        why = planning.why_idle(self.settings, self._standing(0, self._source.steps_in(0)), planned_steps)
+        if why is not None:
+            self._events.append(Notice(step=self._steps_done(), message=why))
 
     def change(self, settings: Any) -> None:
         """Go on with other settings of the same kind, from the next exchange on.
@@ -279,7 +301,11 @@ class SessionSieve:
     def discard(self, command: c.Discard, step: int, number: int, position: int) -> Event:
         """Land a discard in the middle of a pass, or between two."""
         update = self._sieve.discard(list(command.ids))
-        self._change(update, number, position)
+        try:
+            self._change(update, number, position)
+        except DataError:  # the loader draws too few of what would be left: nothing is changed
+            self._sieve.restore(update.by_hand)
+            raise
         self._write(update, step, float(number), command.by)
         return SamplesDiscarded(step=step, by=command.by, ids=tuple(update.by_hand.tolist()), kept=update.num_kept)
 
@@ -312,9 +338,21 @@ class SessionSieve:
         if self._made is None:
             self._made = Sieve(
                 self.settings, self._source.num_samples, batch_size=self._source.batch_size,
-                seed=derive_seed(self._seed, "sieve") % 2**63, labels=labels_of(self._source.dataset),
+                seed=derive_seed(self._seed, "sieve") % 2**63, labels=self._labels(),
             )  # fmt: skip
         return self._made
+
+    def _labels(self) -> Tensor | None:
+        dataset = self._source.dataset
+        labels = labels_of(dataset)
+        if labels is None and getattr(self.settings, "class_shares", False):
+            labels = labels_of(dataset, read=True)
+            if labels is not None:
+                self._notices.append(
+                    f"class_shares=True needs the class of every sample: all {len(labels):,} were read once for it; an "
+                    "attribute .targets of the data set would save that."
+                )
+        return labels
 
     def _follow(self, after: int) -> None:
         self._source.keep(self._sieve.kept_ids(), after=after)
@@ -345,11 +383,12 @@ class SessionSieve:
         )  # fmt: skip
 
 
-def _what_is_missing(sieve: str, missing: list[str]) -> str:
+def _what_is_missing(sieve: str, missing: list[str], shape: tuple[int, ...]) -> str:
     if "loss" in missing:
+        given = f"a tensor of shape {shape}, whose rows are not the samples" if shape else "one number a batch"
         return (
-            f"{sieve} needs the loss of each sample, and the loss gives one number a batch; return it unreduced "
-            "(reduction='none'), or choose RandomSieve."
+            f"{sieve} needs the loss of each sample, and the loss gives {given}; return it unreduced, with the samples "
+            "in dimension 0 (reduction='none'), or choose RandomSieve."
         )
     return (
         f"{sieve} counts right and wrong predictions, and the model gives no class scores of shape (samples, classes) "

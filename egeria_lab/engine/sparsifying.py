@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from egeria_lab.algorithms.cost_model import effective_densities, weight_flops
+from egeria_lab.algorithms.cost_model import effective_densities, training_flops
 from egeria_lab.algorithms.costs import StepFlops
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.ledger import SparsityFigures
+from egeria_lab.algorithms.planned_costs import PlannedCost
+from egeria_lab.algorithms.schedule_solver import DENSITY_CELLS
 from egeria_lab.algorithms.sparse.masked_training import SparseTraining
 from egeria_lab.algorithms.sparse.masked_weight import MaskUpdate
-from egeria_lab.algorithms.sparse.methods import MEST, RigL
-from egeria_lab.algorithms.sparse.settings import SparsitySettings
+from egeria_lab.algorithms.sparse.methods import MEST
+from egeria_lab.algorithms.sparse.settings import DynamicSparsity, SparsitySettings
 from egeria_lab.config import derive_seed
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.trainer import Trainer
-from egeria_lab.events import EventLog, MaskUpdated
+from egeria_lab.events import EventLog, MaskUpdated, Notice
 from egeria_lab.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    densities: dict[str, float]
+    density: float
+    target_density: float
 
 
 class Sparsifier:
@@ -51,49 +63,82 @@ class Sparsifier:
         self.updates = 0
         self.version = 0
         self._due = False
-        self._progress = 0.0
+        self._number = 1
+        self._dense_gradients = False
+        self._planned_for: tuple[int, float] | None = None
+        self._updates_ahead: tuple[int, ...] = ()
+        self._last: _Figures | None = None
         self._density_steps = 0.0
         self._steps = 0
         trainer.update_hooks = self
 
     @property
     def densities(self) -> dict[str, float]:
-        """Share of live weights by parameter name; dense parameters are left out."""
-        return self.masks.densities()
+        """Share of live weights by parameter name; dense parameters are left out. The last ones after `close`."""
+        return self.masks.densities() if self._last is None else dict(self._last.densities)
 
     def costs(self) -> dict[str, Any]:
         """What the cost model must know: densities, those asked for where more is allowed, and dense gradients."""
-        soft = isinstance(self.settings, MEST) and self.settings.soft_bound
-        dense_steps = None
-        if isinstance(self.settings, RigL):
-            dense_steps = self.settings.interval(self.budget.total_steps, self.budget.steps_per_epoch)
         densities, locked = self.densities, self.masks.locked
         unfrozen = None
-        if soft and locked:  # they were pruned when they froze; without that they would follow the phases
-            planned = self.masks.densities_at(self.settings.sparsity_at(self._progress))
+        if self._is_soft and locked:  # they were pruned when they froze; without that they would follow the phases
+            planned = self.masks.densities_at(self._planned_sparsity(self._number))
             unfrozen = {**densities, **{name: max(densities[name], planned[name]) for name in locked}}
         return {
             "densities": densities,
             "unfrozen": unfrozen,
-            "targets": self.masks.target_densities() if soft else None,
-            "dense_gradient_steps": dense_steps,
+            "targets": self.masks.target_densities() if self._is_soft else None,
+            "dense_gradients": self._dense_gradients,
         }
 
-    def density_at(self, step: StepFlops) -> Callable[[float], list[float]]:
-        """Density of each layer module at a progress in [0, 1] as the method plans it, weighted by FLOPs."""
-        known: dict[float, list[float]] = {}
+    def density_at(self, step: StepFlops) -> PlannedCost:
+        """What a step will cost at a progress in [0, 1] as the method plans it: what the ledger will count."""
+        known: dict[float, dict[str, float]] = {}
+        total = self.budget.total_steps
 
-        def at(progress: float) -> list[float]:
-            sparsity = self.settings.sparsity_at(progress)
+        def number(progress: float) -> int:
+            return max(1, math.ceil(progress * total - 1e-9))
+
+        def densities(progress: float) -> dict[str, float]:
+            sparsity = self._planned_sparsity(number(progress))
             if sparsity not in known:
-                known[sparsity] = list(effective_densities(step, self.masks.densities_at(sparsity)).values())
+                known[sparsity] = self.masks.densities_at(sparsity)
             return known[sparsity]
 
-        return at
+        updates = self._planned_updates()
+        rare = set(updates) if total <= DENSITY_CELLS else None  # in a longer run not each step is looked at
+
+        def dense_gradients(progress: float) -> float:
+            if rare is not None:
+                return float(number(progress) in rare)
+            return len(updates) / updates[-1] if updates and number(progress) <= updates[-1] else 0.0
+
+        return PlannedCost(
+            step, densities, targets=self.masks.target_densities() if self._is_soft else None,
+            dense_gradients_at=dense_gradients if self.settings.grows_by == "gradient" else None,
+        )  # fmt: skip
+
+    @property
+    def _is_soft(self) -> bool:
+        return isinstance(self.settings, MEST) and self.settings.soft_bound
+
+    def _planned_updates(self) -> tuple[int, ...]:
+        if not isinstance(self.settings, DynamicSparsity):
+            return ()
+        key = (self.budget.total_steps, self.budget.steps_per_epoch)
+        if key != self._planned_for:
+            self._planned_for, self._updates_ahead = key, self.settings.update_steps(*key)
+        return self._updates_ahead
+
+    def _planned_sparsity(self, number: int) -> float:
+        """The sparsity that the updates up to a step leave, with nothing frozen."""
+        updates = self._planned_updates()
+        position = bisect_right(updates, number)
+        return self.settings.sparsity_at(updates[position - 1] / self.budget.total_steps if position else 0.0)
 
     def begin_step(self, number: int) -> None:
         """Say which step comes: one after which masks are updated keeps what the update needs."""
-        self._progress = (number - 1) / self.budget.total_steps
+        self._number = number
         self._due = self.masks.due(number, self.budget.total_steps, self.budget.steps_per_epoch)
 
     def after_backward(self) -> None:
@@ -112,6 +157,13 @@ class Sparsifier:
         """Update masks when it is time, and write down what changed."""
         self._steps += 1
         self._density_steps += self.masks.live / self.masks.total
+        self._dense_gradients = self._due and self.settings.grows_by == "gradient"
+        if step == 1 and isinstance(self.settings, DynamicSparsity):
+            still = self.settings.standstill(self.budget.total_steps, self.budget.steps_per_epoch)
+            if still:
+                events.append(Notice(step=step, message=still))
+        if self._planned_sparsity(step) != self._planned_sparsity(step - 1):
+            self.version += 1  # also where no layer is left that is pruned: those frozen would be
         if not self._due:
             return
         start = time.perf_counter()
@@ -123,7 +175,7 @@ class Sparsifier:
     def freezing(self, layer: str, step: int, history: History, events: EventLog) -> None:
         """A layer is about to freeze: bring it down to its target, then fix its mask."""
         weights = self._parameters(layer)
-        if isinstance(self.settings, MEST) and self.settings.soft_bound:
+        if self._is_soft:
             update = self.masks.prune_to_target(weights)
             if update.dropped:
                 self._write(update, step, history, events)
@@ -135,22 +187,17 @@ class Sparsifier:
 
     def figures(self, step: StepFlops) -> SparsityFigures:
         """For the ledger."""
-        flops = weight_flops(step)
-        whole = sum(step.forward)
-        maskable = sum(flops.get(name, 0.0) for name in self.densities)
-        live, total = self.masks.live, self.masks.total
-        live_by_name = self.masks.live_counts()
-        sizes = {name: live_by_name[name] / density for name, density in self.densities.items()}
-        wanted = sum(share * sizes[name] for name, share in self.masks.target_densities().items()) / total
+        now = self._now()
+        whole, unmasked = training_flops(step), training_flops(step, densities=dict.fromkeys(now.densities, 0.0))
         return SparsityFigures(
-            method=_spoken(self.settings), density=live / total, target_density=wanted,
-            mean_density=self._density_steps / self._steps if self._steps else live / total,
-            maskable_share=maskable / whole if whole else 0.0, updates=self.updates, seconds=self.seconds,
+            method=_spoken(self.settings), density=now.density, target_density=now.target_density,
+            mean_density=self._density_steps / self._steps if self._steps else now.density,
+            maskable_share=1 - unmasked / whole if whole else 0.0, updates=self.updates, seconds=self.seconds,
         )  # fmt: skip
 
     def layer_densities(self, step: StepFlops) -> dict[str, float]:
         """Density of each layer module, weighted by FLOPs."""
-        return effective_densities(step, self.densities)
+        return effective_densities(step, self._now().densities)
 
     def state_dict(self) -> dict[str, Any]:
         """Masks, importance so far, and the running figures."""
@@ -165,8 +212,19 @@ class Sparsifier:
         self.version += 1
 
     def close(self) -> None:
-        """Leave the model as it is, with plain tensors; nothing is held any more."""
+        """Leave the model as it is, with plain tensors; nothing is held any more, and figures stay readable."""
+        self._last = self._now()
         self.masks.close()
+
+    def _now(self) -> _Figures:
+        """What the masks are, or were when this was closed."""
+        if self._last is not None:
+            return self._last
+        live, densities = self.masks.live_counts(), self.densities
+        sizes = {name: live[name] / density for name, density in densities.items()}
+        wanted = sum(share * sizes[name] for name, share in self.masks.target_densities().items())
+        total = self.masks.total
+        return _Figures(densities, self.masks.live / total, wanted / total)
 
     def _parameters(self, layer: str) -> list[Any]:
         return next(module.parameters for module in self.layers if module.name == layer)

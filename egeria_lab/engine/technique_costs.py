@@ -34,6 +34,7 @@ class TechniqueCosts:
         self._key: tuple[Any, ...] | None = None
         self._open: dict[str, Any] = {}
         self._samples = 0.0
+        self._dense_samples = 0.0
         self._served: dict[str, float] = {}
 
     def count(
@@ -54,13 +55,17 @@ class TechniqueCosts:
             shares: share of each layer's forward pass that really ran; the rest was served from the cache.
             sieved: share of the data set that is left out.
             version: another number whenever what `sparse` answers is something else.
-            sparse: gives densities, targets and dense_gradient_steps of an `Interval`; asked when something changed.
+            sparse: gives densities, unfrozen and targets of an `Interval`, and ``dense_gradients``: whether the
+                step that is counted computed dense weight gradients. Asked when something changed, so whoever
+                answers True there has given that step another `version`.
         """
         key = (tuple(frozen), sieved, version)
         if key != self._key:
             self._close()
             self._key = key
-            self._open = {"frozen": tuple(frozen), "sieved": sieved, **(sparse() if sparse is not None else {})}
+            more = dict(sparse()) if sparse is not None else {}
+            self._dense_samples += samples if more.pop("dense_gradients", False) else 0
+            self._open = {"frozen": tuple(frozen), "sieved": sieved, **more}
         self._samples += samples / (1 - sieved)
         for name, share in zip(self.names, shares, strict=True):
             if share < 1 and name in frozen:
@@ -84,7 +89,7 @@ class TechniqueCosts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from there."""
-        self._key, self._samples, self._served = None, 0.0, {}
+        self._key, self._samples, self._dense_samples, self._served = None, 0.0, 0.0, {}
         self._run.load_state_dict(state["run"])
         self._memory.load_state_dict(state["memory"])
 
@@ -92,11 +97,13 @@ class TechniqueCosts:
         if not self._samples:
             return None
         cached = {name: min(1.0, served / self._samples) for name, served in self._served.items()}
-        return Interval(samples=self._samples, cached=cached, **self._open)
+        return Interval(
+            samples=self._samples, cached=cached, dense_gradient_samples=self._dense_samples, **self._open
+        )  # fmt: skip
 
     def _close(self) -> None:
         interval = self._interval()
         if interval is not None:
             self._run.add(self.step, interval)
             self._memory.add(self._sizes, interval)
-        self._samples, self._served = 0.0, {}
+        self._samples, self._dense_samples, self._served = 0.0, 0.0, {}

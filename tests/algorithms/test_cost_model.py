@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from egeria_lab.algorithms.cost_model import (
 )
 from egeria_lab.algorithms.costs import StepFlops, count_flops
 from egeria_lab.algorithms.layers import layers
+from egeria_lab.algorithms.planned_costs import PlannedCost
 from egeria_lab.algorithms.products import parameter_flops
 from egeria_lab.algorithms.run_costs import (
     Interval,
@@ -170,6 +172,55 @@ def test_rigl_amortised(resnet32: Counted) -> None:
     assert run.dense_gradients == pytest.approx((f_d - f_s) / 101)
     exact = run_flops(step, [Interval(samples=1, densities=densities, dense_gradient_steps=100)])
     assert exact.dense_gradients == pytest.approx((f_d - f_s) / 101)
+
+
+def test_dense_gradients_that_were_counted_go_before_the_amortised_ones() -> None:
+    step = StepFlops((10.0, 10.0), (20.0, 20.0), ("a", "b"))
+    interval = Interval(samples=100, sieved=0.2, densities={"a": 0.1, "b": 0.5}, frozen=("a",), dense_gradient_steps=4)
+    assert run_flops(step, [interval]).dense_gradients == pytest.approx(80 / 5 * 5)
+    counted = run_flops(step, [replace(interval, dense_gradient_samples=32)])
+    assert counted.dense_gradients == pytest.approx(32 * 5)
+    without = run_flops(step, [replace(interval, dense_gradient_samples=0)])
+    assert without.dense_gradients == 0
+    assert counted.after_sparsity - without.after_sparsity == pytest.approx(32 * (9 + 5))
+    assert counted.executed - without.executed == counted.after_freezing - without.after_freezing == 32 * 5
+
+
+def test_a_planned_step_costs_what_the_run_counts(resnet32: Counted) -> None:
+    """Under a soft bound a frozen block is at its target; the sum over steps is that of the intervals."""
+    step, sparse = resnet32
+    phases = [(0.5, dict.fromkeys(sparse, 0.15)), (1.0, dict.fromkeys(sparse, 0.1))]
+    targets = dict.fromkeys(sparse, 0.1)
+    front = step.names[:4]
+    planned = PlannedCost(step, lambda p: phases[0][1] if p < 0.5 else phases[1][1], targets=targets)
+    cost = sum(planned.of_step(front if i >= 4 else (), (i + 0.5) / 16) for i in range(16))
+    intervals = plan_intervals(step, 16, freeze_times=dict.fromkeys(front, 0.25), phases=phases, targets=targets)
+    assert cost == pytest.approx(run_flops(step, intervals).executed)
+    assert planned.of_step(front, 0.3) < training_flops(step, densities=phases[0][1], frozen=front)
+    assert planned(0.7) == list(effective_densities(step, phases[1][1]).values())
+
+
+def test_a_planned_step_knows_which_dense_gradients_a_frozen_layer_spares() -> None:
+    step = StepFlops((10.0, 10.0), (20.0, 20.0), ("a", "b"))
+    planned = PlannedCost(step, lambda _p: {"a": 0.1, "b": 0.5}, dense_gradients_at=lambda p: float(p < 0.5))
+    assert planned.of_step((), 0.2) - planned.of_step((), 0.7) == pytest.approx(9 + 5)
+    assert planned.of_step(("a",), 0.2) - planned.of_step(("a",), 0.7) == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"densities": 0.5}, "densities must be a mapping"), ({"densities": [0.5]}, "densities must be a mapping"),
+        ({"densities": 0}, "densities must be a mapping"), ({"frozen": "0"}, "frozen must be a list of layer names"),
+        ({"frozen": ("0",), "cached": "0"}, "cached must be a list of layer names"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mapping_or_list_is_one_sentence(settings: dict[str, Any], message: str) -> None:
+    for step in (StepFlops((8.0, 2.0), (8.0, 4.0)), StepFlops((8.0, 2.0), (8.0, 4.0), ("0", "1"))):
+        with pytest.raises(InvalidSettingError, match=message):
+            training_flops(step, **settings)
+    with pytest.raises(InvalidSettingError, match=r"step must be a StepFlops"):
+        training_flops("mlp")  # type: ignore[arg-type]
 
 
 # --- small models by hand --------------------------------------------------------------------------------
@@ -359,7 +410,8 @@ def test_bad_input_is_one_sentence(
 
 
 def test_bad_intervals_and_plans(small: StepFlops) -> None:
-    for wrong in ({"samples": -1}, {"samples": 1, "sieved": 1.0}, {"samples": 1, "dense_gradient_steps": 0}):
+    for wrong in ({"samples": -1}, {"samples": 1, "sieved": 1.0}, {"samples": 1, "dense_gradient_steps": 0},
+                  {"samples": 1, "dense_gradient_samples": -1}):  # fmt: skip
         with pytest.raises(InvalidSettingError, match="Interval"):
             Interval(**wrong)
     with pytest.raises(UnknownNameError, match="Unknown layer '9'"):

@@ -193,6 +193,38 @@ def test_the_complete_ledger() -> None:
         assert cell in text, cell
 
 
+def rows_of(made: Ledger) -> dict[str, list[str]]:
+    return {row[0]: row for row in made._rows()}
+
+
+def test_one_label_stands_for_one_number() -> None:
+    """What freezing saved of a run with masks is the factor of all together; what the kernels did has another name."""
+    made = complete()
+    rows, run = rows_of(made), made.run
+    assert run is not None
+    assert len(rows) == len(made._rows())
+    factor = f"{100 * run.saved_by_freezing:.1f} %"
+    assert rows["FLOPs by freezing"][1] == factor
+    assert f"(1 − {factor} freezing)" in rows["FLOPs, all together"][4]
+    assert rows["FLOPs by freezing"][2] == "on paper only"
+    assert rows["FLOPs that ran"][1:3] == ["25.0 %", "counted, not timed"]
+    assert "dense kernels, which masks do not spare" in rows["FLOPs that ran"][4]
+    assert "most that freezing can save of what ran" in rows
+    only_sieve = rows_of(complete(sparsity=None))
+    assert only_sieve["FLOPs by freezing"][1:3] == [factor, "counted, not timed"]
+    assert "masks" not in only_sieve["FLOPs that ran"][4]
+    plain = rows_of(ledger("FFa", steps=1))
+    assert "FLOPs by freezing" not in plain
+    assert {"FLOPs", "most that freezing can save"} <= plain.keys()
+
+
+def test_a_sparse_run_that_froze_nothing_says_so() -> None:
+    run = run_flops(STEP, [Interval(samples=100, densities=SPARSE)])
+    row = rows_of(complete(run=run, layers=ledger("aaa").layers))["FLOPs by freezing"]
+    assert row[1] == "0.0 %"
+    assert row[4] == "0: no step has been made in which a frozen layer spared work"
+
+
 def test_masks_never_claim_time_or_memory() -> None:
     """traps row 64: theoretical for masks, and said so; the measured rows do not move."""
     made, without = complete(), complete(sparsity=None, run=None, sieve=None)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import egeria_lab as lab
+from egeria_lab.algorithms.freezing import freeze_layers
 from egeria_lab.algorithms.sparse.masked_training import SparseTraining
 from egeria_lab.algorithms.sparse.masked_weight import MaskUpdate
 from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
@@ -766,3 +767,113 @@ def test_a_sparse_network_learns(method: str) -> None:
         losses.append(float(loss.detach()))
     assert sum(losses[-10:]) < 0.35 * sum(losses[:10])
     assert sparse.live / sparse.total == pytest.approx(0.2, abs=1e-4)
+
+
+# --- frozen by others ------------------------------------------------------------------------------------
+
+
+def freeze_with(kind: str, model: Net, optimizer: Optimizer) -> Callable[[], None]:
+    """Freezes `conv` without a word to the masks; answers with the way back."""
+    if kind == "freeze_layers":
+        freezer = freeze_layers(model, ["conv"], optimizer)
+        return freezer.close
+    model.conv.weight.requires_grad_(False)
+    model.conv.weight.grad = None
+
+    def thaw() -> None:
+        model.conv.weight.requires_grad_(True)
+
+    return thaw
+
+
+@pytest.mark.parametrize("kind", ["freeze_layers", "requires_grad"])
+@pytest.mark.parametrize("method", ["em", "em&s", "set", "rigl"])
+def test_a_layer_frozen_in_ones_own_loop_keeps_mask_and_values(method: str, kind: str) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    sparse = SparseTraining(model, make(method, interval_steps=2), optimizer=optimizer)
+    train(sparse, optimizer, 1, 5, 60)
+    thaw = freeze_with(kind, model, optimizer)
+    values, mask, version = model.conv.weight.clone(), sparse.masks["conv.weight"], model.conv.weight._version
+    updates = train(sparse, optimizer, 6, 21, 60)
+    assert len(updates) == 8
+    assert all("conv.weight" not in [change.name for change in update.layers] for update in updates)
+    assert torch.equal(model.conv.weight, values)
+    assert torch.equal(sparse.masks["conv.weight"], mask)
+    assert model.conv.weight._version == version
+    assert "conv.weight" not in sparse.state_dict()["gradient_sums"]
+    thaw()
+    updates = train(sparse, optimizer, 22, 31, 60)
+    assert all("conv.weight" in [change.name for change in update.layers] for update in updates)
+    assert not torch.equal(sparse.masks["conv.weight"], mask)
+    assert not torch.equal(model.conv.weight, values)
+    assert under_masks(sparse, optimizer) == 0
+
+
+def test_the_last_pruning_waits_for_a_layer_that_is_frozen() -> None:
+    model = net()
+    sparse = SparseTraining(model, make("em&s", interval_steps=5))
+    model.conv.weight.requires_grad_(False)
+    live = sparse.live_counts()["conv.weight"]
+    sparse.update(0.8)
+    assert sparse.live_counts()["conv.weight"] == live
+    assert not sparse.due(50, 60, 10)
+    model.conv.weight.requires_grad_(True)
+    assert sparse.due(51, 60, 10)
+    sparse.update(0.85)
+    assert sparse.live_counts()["conv.weight"] < live
+
+
+def test_a_frozen_weight_that_is_named_gets_its_first_mask() -> None:
+    model = net()
+    model.conv.weight.requires_grad_(False)
+    sparse = SparseTraining(model, make("set", sparse=("conv",)))
+    assert int(model.conv.weight.count_nonzero()) == sparse.live_counts()["conv.weight"]
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+STATE_SENTENCE = r"SparseTraining\.state must be what SparseTraining\.state_dict\(\) gave, got"
+
+
+@pytest.mark.parametrize("progress", [float("nan"), 2, -1, "0.5", None, True])
+def test_a_progress_out_of_range_is_one_sentence(progress: Any) -> None:
+    sparse = SparseTraining(net(), make("set"))
+    masks = sparse.masks
+    with pytest.raises(InvalidSettingError, match=r"SparseTraining\.update\.progress must be .* in \[0, 1\], got"):
+        sparse.update(progress)
+    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ((1, 0, 10), "total_steps"), ((1, 2.5, 10), "total_steps"), ((1, float("nan"), 10), "total_steps"),
+        ((0, 10, 10), "step"), ((1.5, 10, 10), "step"), ((None, 10, 10), "step"),
+        ((1, 10, 0), "steps_per_epoch"), ((1, 10, float("nan")), "steps_per_epoch"),
+    ],
+)  # fmt: skip
+def test_impossible_steps_are_one_sentence(arguments: tuple[Any, Any, Any], field: str) -> None:
+    sparse = SparseTraining(net(), make("set"))
+    with pytest.raises(InvalidSettingError, match=rf"SparseTraining\.due\.{field} must be"):
+        sparse.due(*arguments)
+
+
+@pytest.mark.parametrize("state", [{}, {"masks": {}}, [], "state"])
+def test_what_is_no_saved_state_is_one_sentence(state: Any) -> None:
+    with pytest.raises(InvalidSettingError, match=STATE_SENTENCE):
+        SparseTraining(net(), make("set"), state=state)
+
+
+def test_what_is_no_model_or_not_its_optimizer_is_one_sentence() -> None:
+    model = net()
+    for wrong in ("mlp", None, 3):
+        with pytest.raises(InvalidSettingError, match=r"SparseTraining\.model must be a torch\.nn\.Module"):
+            SparseTraining(wrong, make("set"))  # type: ignore[arg-type]
+    with pytest.raises(InvalidSettingError, match=r"SparseTraining\.optimizer must be a torch\.optim\.Optimizer or"):
+        SparseTraining(model, make("set"), optimizer="sgd")  # type: ignore[arg-type]
+    before = model.conv.weight.clone()
+    with pytest.raises(InvalidSettingError, match="holds none of this model's parameters"):
+        SparseTraining(model, make("set"), optimizer=SGD(net().parameters(), lr=0.1))
+    assert torch.equal(model.conv.weight, before)
+    SparseTraining(model, make("set"), optimizer=SGD(model.head.parameters(), lr=0.1))  # a part of them will do

@@ -160,6 +160,14 @@ def test_a_density_that_is_one_number_scales_everything() -> None:
     assert late.saving(plan) == pytest.approx(1 / 12)  # half of the epochs, but a quarter of the FLOPs
 
 
+def test_costs_may_be_functions_of_progress() -> None:
+    """They know more than one density for all rows: here a frozen block is pruned too."""
+    full, frozen = (lambda p: 3.0 if p < 0.5 else 2.0), (lambda _p: 0.5)
+    meter = SavingMeter([full, frozen], 100)
+    assert meter.saving([((40, 60),)]) == pytest.approx((10 * 2.5 + 10 * 1.5) / 250)
+    assert solve_start([full, frozen], 0.3, 1, 100) == 50
+
+
 def test_a_long_training_reads_its_density_a_few_thousand_times() -> None:
     read = []
     meter = SavingMeter([3.0, 1.0], 1_000_000, density_at=lambda progress: read.append(progress) or 1.0)  # type: ignore[func-returns-value]

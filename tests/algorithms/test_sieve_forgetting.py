@@ -263,3 +263,36 @@ def test_missing_signals_are_named(settings: Any, signals: dict[str, Tensor], me
 def test_a_log_of_a_million_takes_23_bytes_a_sample() -> None:
     log = ForgettingLog(10**6)
     assert sum(x.numel() * x.element_size() for x in log.state_dict().values()) == 23 * 10**6
+
+
+# --- targets that are no classes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.randn(6, 3, generator=torch.Generator().manual_seed(0)),  # to regress on, or to rebuild
+        torch.tensor([[1.0, 1.0, 0.0]]).repeat(6, 1),  # several labels at once
+        torch.zeros(6, 3),
+        torch.full((6, 3), torch.nan),
+        torch.tensor([[1.5, -0.5, 0.0]]).repeat(6, 1),
+    ],
+)
+def test_float_targets_count_as_classes_only_when_they_are_probabilities(targets: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="use RandomSieve or LossSieve"):
+        class_signals(torch.zeros(6, 3), targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_do(dtype: torch.dtype) -> None:
+    smooth = torch.full((1, 10), 0.01).index_fill_(1, torch.tensor([4]), 0.91).to(dtype)
+    assert class_signals(smooth, smooth).correct.tolist() == [True]
+
+
+def test_a_sample_without_a_counted_label_is_never_wrong() -> None:
+    labels = torch.tensor([-100, 0, -100, 1])
+    found = class_signals(torch.tensor([[0.0, 1.0]] * 4), labels)
+    assert found.correct.tolist() == [True, False, True, True]
+    assert found.margin.tolist() == [0, -1, 0, 1]
+    rows = class_signals(torch.zeros(2, 3, 5), torch.full((2, 3), -100))
+    assert rows.correct.tolist() == [True, True]

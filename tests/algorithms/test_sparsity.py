@@ -106,6 +106,20 @@ def test_update_steps_of_the_published_run() -> None:
     assert MEST(sparsity=0.0).update_steps(160, 1) == ()
 
 
+def test_masks_that_never_change_are_told_with_the_numbers() -> None:
+    assert SET(interval_steps=100).standstill(60, 10) == (
+        "SET never changes its masks in this run: they are due every 100 steps, the run has 60 and exchanges end "
+        "after step 44 (stop_fraction=0.75); give interval_steps of at most 44."
+    )
+    assert SET(interval_steps=45).standstill(60, 10)
+    assert not SET(interval_steps=44).standstill(60, 10)
+    assert "every 1,000 steps" in RigL(interval_epochs=100).standstill(60, 10)
+    assert MEST(interval_steps=50).standstill(60, 10)  # its last pruning exchanges nothing
+    assert "exchanges 0 weights" in MEST(sparsity=0.0).standstill(60, 10)
+    for total in (2, 37, 6000):
+        assert not any(kind().standstill(total, 10) for kind in DYNAMIC)
+
+
 @pytest.mark.parametrize("kind", DYNAMIC)
 @pytest.mark.parametrize("total", [2, 4, 10, 37])
 def test_short_runs_have_updates_too(kind: type[DynamicSparsity], total: int) -> None:

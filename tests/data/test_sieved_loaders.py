@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -27,9 +31,10 @@ from egeria_lab.algorithms.sieving.settings import CirculantSieve
 from egeria_lab.algorithms.sieving.sieve import Sieve
 from egeria_lab.data.augment import Augment
 from egeria_lab.data.datasets import ArrayDataset
+from egeria_lab.data.labels import labels_of
 from egeria_lab.data.loaders import BatchSource
 from egeria_lab.data.sieved import KeptSampler
-from egeria_lab.errors import DataError
+from egeria_lab.errors import DataError, InvalidSettingError
 
 
 class Rows:
@@ -632,3 +637,92 @@ def test_a_sampler_for_ones_own_loop_follows_the_sieve(workers: int) -> None:
     assert list(again) == orders[0]
     sampler.set_epoch(0)
     assert list(sampler) == list(KeptSampler(sieve, seed=3))
+
+
+def test_a_sampler_follows_a_sieve_and_not_settings() -> None:
+    with pytest.raises(InvalidSettingError, match=r"KeptSampler\.sieve must be a Sieve over the data set"):
+        KeptSampler(CirculantSieve())  # type: ignore[arg-type]
+
+
+# --- how much a sampler draws -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "reach"),
+    [
+        (SubsetRandomSampler(range(20)), 20),
+        (SequentialSampler(range(30)), 30),  # type: ignore[arg-type]
+        (RandomSampler(range(10)), 10),  # type: ignore[arg-type]
+        (WeightedRandomSampler([1.0] * 15 + [0.0] * 25, 40), 15),
+    ],
+)
+def test_a_sampler_over_a_part_of_the_data_cannot_be_sieved(sampler: Any, reach: int) -> None:
+    source = BatchSource(DataLoader(Rows(40), batch_size=5, sampler=sampler), 1, seed=1)
+    with pytest.raises(DataError, match=rf"{type(sampler).__name__} draws {reach} of 40 samples.*Subset"):
+        source.check_can_be_sieved()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        None, SequentialSampler(range(41)), RandomSampler(range(41)),  # type: ignore[arg-type]
+        RandomSampler(range(41), num_samples=20), SubsetRandomSampler(range(41)),  # type: ignore[arg-type]
+        WeightedRandomSampler([0.5] * 41, 41), DistributedSampler(range(41), 2, 0), Stateful(41),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_others_can_and_their_steps_are_foreseen(sampler: Any, drop_last: bool) -> None:
+    source = BatchSource(DataLoader(Rows(41), batch_size=5, sampler=sampler, drop_last=drop_last), 1, seed=1)
+    source.check_can_be_sieved()
+    for count in (41, 24):
+        source.keep(some_of(41, count))
+        expected = source.expected_steps(count)
+        chance = isinstance(sampler, RandomSampler) and sampler.num_samples < 41  # so many of the kept as it happens
+        assert abs(source.steps_per_epoch - expected) <= chance, count
+
+
+@pytest.mark.parametrize("count", [60, 48, 17])
+def test_steps_of_own_orders_are_foreseen(count: int) -> None:
+    source = BatchSource(arrays(60), 8, seed=0)
+    source.keep(some_of(60, count))
+    assert source.expected_steps(count) == source.steps_per_epoch == len(batches(source))
+
+
+# --- labels -------------------------------------------------------------------------------------------------
+
+
+class Pairs(Dataset[Any]):
+    """Samples (inputs, label) without an attribute that holds the labels."""
+
+    def __init__(self, labels: list[Any]) -> None:
+        self.hidden = labels
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        return torch.rand(2), self.hidden[index]
+
+
+def test_labels_are_found_through_subsets_and_concatenations() -> None:
+    one, two = arrays(6), arrays(4)
+    first, second = labels_of(one), labels_of(two)
+    assert first is not None
+    assert second is not None
+    part = Subset(one, [5, 0, 3])
+    assert torch.equal(labels_of(part), first[[5, 0, 3]])  # type: ignore[arg-type]
+    assert torch.equal(labels_of(Subset(part, [2])), first[[3]])  # type: ignore[arg-type]
+    both: ConcatDataset[Any] = ConcatDataset([two, part])
+    assert torch.equal(labels_of(both), torch.cat([second, first[[5, 0, 3]]]))  # type: ignore[arg-type]
+    assert labels_of(ConcatDataset([two, Pairs([1])])) is None
+
+
+def test_labels_are_read_when_that_is_asked_for_and_no_generator_moves() -> None:
+    data = Pairs([3, torch.tensor(1), 2])
+    before = torch.get_rng_state()
+    assert labels_of(data) is None
+    assert labels_of(data, read=True).tolist() == [3, 1, 2]  # type: ignore[union-attr]
+    assert labels_of(Subset(data, [2, 0]), read=True).tolist() == [2, 3]  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), before)
+    for labels in ([1, 0.5], [True, False], [torch.tensor([1, 2])], ["a"]):
+        assert labels_of(Pairs(labels), read=True) is None

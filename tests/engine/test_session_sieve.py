@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import egeria_lab as lab
-from egeria_lab.events import CommandRejected, EpochFinished, SamplesDiscarded, SamplesRestored, SamplesSieved
+from egeria_lab.events import CommandRejected, EpochFinished, Notice, SamplesDiscarded, SamplesRestored, SamplesSieved
 
 
 class Seen(Dataset[Any]):
@@ -342,3 +349,258 @@ def test_a_session_without_a_sieve_has_no_sieve_settings() -> None:
     session, _ = make()
     with pytest.raises(lab.InvalidSettingError, match="build it with sieve="):
         session.override("sieve.fraction", 0.3)
+
+
+# --- how long a plan is -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 2.5, 4, 10])
+@pytest.mark.parametrize("at", [0.1, 0.4, 0.9])
+def test_epochs_are_passes_with_a_one_shot_sieve(epochs: float, at: float) -> None:
+    session, _ = make(sieve=lab.OneShotSieve(fraction=0.8, at=at), epochs=epochs)
+    session.run(progress=False)
+    assert session.epoch == epochs
+    acted = bool(session.events.of(SamplesSieved))
+    assert acted != bool(session.events.of(Notice))
+    assert acted == (session.planned_steps < 10 * epochs)
+
+
+def test_a_small_share_sieves_at_the_first_end_of_a_pass() -> None:
+    """It used to plan four steps, and nothing was sieved."""
+    session = lab.Session("mlp", "digits", epochs=2, freeze=None, sieve=lab.OneShotSieve(fraction=0.8, at=0.1))
+    session.run(progress=False)
+    assert session.epoch == 2.0
+    assert [event.step for event in session.events.of(SamplesSieved)] == [12]
+    assert session.steps_done == 12 + 3
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 5, 8, 13])
+def test_epochs_are_passes_with_a_loss_sieve_as_near_as_can_be(epochs: int) -> None:
+    session, _ = make(sieve=lab.LossSieve(fraction=0.2), epochs=epochs)
+    session.run(progress=False)
+    assert session.epoch == pytest.approx(epochs, abs=0.11)
+
+
+@pytest.mark.parametrize(
+    "sieve", [lab.OneShotSieve(fraction=0.8, at=0.5), lab.LossSieve(fraction=0.2, full_after=1.0), lab.CirculantSieve()]
+)
+@pytest.mark.parametrize("first", [0, 7, 13])
+def test_extending_adds_passes(sieve: Any, first: int) -> None:
+    session, _ = make(sieve=sieve, epochs=4)
+    if first:
+        session.step(first)
+    session.extend(3)
+    session.run(progress=False)
+    assert session.epoch == 7
+    session.extend(1.5)
+    session.run(progress=False)
+    assert session.epoch == 8.5
+
+
+def test_a_run_of_so_many_passes_makes_them_also_without_a_plan() -> None:
+    session, _ = make(sieve=lab.OneShotSieve(fraction=0.8, at=0.3), epochs=None)
+    session.run(epochs=3, progress=False)
+    assert (session.epoch, session.steps_done) == (3, 14)
+    session.run(epochs=2, progress=False)
+    assert (session.epoch, session.steps_done) == (5, 18)
+    planned, _ = make(sieve=lab.OneShotSieve(fraction=0.8, at=0.3), epochs=6)
+    total = planned.planned_steps
+    planned.run(epochs=4, progress=False)
+    assert (planned.epoch, planned.planned_steps) == (4, total)
+
+
+def test_an_interval_longer_than_the_run_is_said_once_at_the_start() -> None:
+    session, _ = make(sieve=lab.CirculantSieve(interval_epochs=100), epochs=2)
+    session.run(progress=False)
+    (notice,) = session.events.of(Notice)
+    assert notice.step == 0
+    assert "interval_epochs=100" in notice.sentence()
+    assert "16 steps in 2 passes" in notice.sentence()
+    late, _ = make(sieve=lab.CirculantSieve(interval_epochs=100), epochs=None)
+    assert not late.events.of(Notice)
+    late.run(epochs=2, progress=False)
+    late.run(epochs=2, progress=False)
+    assert [event.step for event in late.events.of(Notice)] == [0]
+    stepped, _ = make(sieve=lab.RandomSieve(interval_epochs=100), epochs=None)
+    stepped.step(20)
+    assert len(stepped.events.of(Notice)) == 1
+    fine, _ = make(sieve=lab.CirculantSieve(), epochs=4)
+    fine.run(progress=False)
+    assert not fine.events.of(Notice)
+
+
+# --- what is not sieved -----------------------------------------------------------------------------------
+
+
+class Wide(Dataset[Any]):
+    """As many targets as outputs: to regress on, to rebuild, or several labels at once."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self.targets_ = targets
+
+    def __len__(self) -> int:
+        return len(self.targets_)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), float(index) / 60), self.targets_[index]
+
+
+@pytest.mark.parametrize("targets", [torch.randn(60, 2), torch.ones(60, 2)])
+@pytest.mark.parametrize("sieve", [lab.CirculantSieve(), lab.OneShotSieve()])
+def test_float_targets_that_are_no_probabilities_are_refused(targets: Tensor, sieve: Any) -> None:
+    session = lab.Session(
+        net(), (Wide(targets), Wide(targets)), batch_size=6, freeze=None, sieve=sieve, loss=nn.MSELoss(reduction="none")
+    )
+    with pytest.raises(lab.InvalidSettingError, match="choose RandomSieve or LossSieve"):
+        session.step()
+    assert session.steps_done == 0
+
+
+def test_probabilities_are_sieved() -> None:
+    targets = torch.tensor([[0.9, 0.1]]).repeat(60, 1)
+    session = lab.Session(net(), (Wide(targets), Wide(targets)), batch_size=6, freeze=None, sieve=lab.CirculantSieve())
+    session.step()
+
+
+def test_a_sampler_over_a_part_of_the_data_is_refused_and_others_are_not() -> None:
+    def session(sampler: Any, **keywords: Any) -> lab.Session:
+        data = Seen(256)
+        loading: DataLoader[Any] = DataLoader(data, batch_size=6, sampler=sampler)
+        return lab.Session(net(), (loading, Seen(12)), epochs=3, freeze=None, **keywords)
+
+    sieve = lab.CirculantSieve(fraction=0.25, interval_epochs=1)
+    with pytest.raises(lab.DataError, match=r"SubsetRandomSampler draws 100 of 256 samples.*Subset"):
+        session(SubsetRandomSampler(range(100)), sieve=sieve)
+    with pytest.raises(lab.DataError, match="WeightedRandomSampler draws 200 of 256 samples"):
+        session(WeightedRandomSampler([1.0] * 200 + [0.0] * 56, 256), sieve=sieve)
+    for sampler in (None, WeightedRandomSampler([1.0] * 256, 256), SubsetRandomSampler(range(256))):
+        assert session(sampler, sieve=sieve).sieve.num_kept == 192
+    alone = session(SubsetRandomSampler(range(100)))
+    alone.step()
+    before = alone.sieve.kept_ids().tolist()
+    event = alone.discard(range(98)).event
+    assert not isinstance(event, CommandRejected) or alone.sieve.kept_ids().tolist() == before
+
+
+def test_a_discard_that_leaves_the_loader_nothing_to_draw_changes_nothing() -> None:
+    loading: DataLoader[Any] = DataLoader(Seen(256), batch_size=6, sampler=SubsetRandomSampler(range(100)))
+    session = lab.Session(net(), (loading, Seen(12)), epochs=3, freeze=None)
+    assert isinstance(session.discard(range(100)).event, CommandRejected)
+    assert session.sieve.num_kept == 256
+    session.step(20)
+
+
+# --- labels -----------------------------------------------------------------------------------------------
+
+
+class Bare(Seen):
+    """The same samples; nobody can see their labels from outside."""
+
+    def __init__(self, size: int = 60) -> None:
+        super().__init__(size)
+        self._hidden = self.targets
+        del self.targets
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        self.asked.append(index)
+        return self.inputs[index], int(self._hidden[index])
+
+
+def test_class_shares_look_through_subsets_and_read_other_data_once() -> None:
+    sieve = lab.CirculantSieve(fraction=0.25, class_shares=True)
+    sets = {
+        "subset": Subset(Seen(120), list(range(60))), "concat": ConcatDataset([Seen(20), Seen(40)]), "bare": Bare(60),
+    }  # fmt: skip
+    for name, data in sets.items():
+        session = lab.Session(net(), (data, Seen(12)), batch_size=6, epochs=4, freeze=None, sieve=sieve)
+        notices = [event.sentence() for event in session.events.of(Notice)]
+        assert len(notices) == (name == "bare")
+        labels = torch.tensor([int(data[i][1]) for i in range(60)])
+        shares = [int((labels[session.sieve.kept_ids()] == k).sum()) / int((labels == k).sum()) for k in (0, 1)]
+        assert shares == pytest.approx([0.75, 0.75], abs=0.03)
+    assert "all 60 were read once" in notices[0]
+    plain = Bare(60)
+    lab.Session(net(), (plain, Seen(12)), batch_size=6, freeze=None, sieve=lab.CirculantSieve())
+    assert len(set(plain.asked)) < 60  # only an example is looked at
+    nothing = Wide(torch.zeros(60, 2))
+    with pytest.raises(lab.InvalidSettingError, match=r"attribute \.targets"):
+        lab.Session(net(), (nothing, nothing), batch_size=6, freeze=None, sieve=sieve)
+
+
+def test_a_sample_without_a_counted_label_is_never_counted_as_wrong() -> None:
+    data = Seen(128)
+    ignored = torch.randperm(128, generator=torch.Generator().manual_seed(1))[:20]
+    data.targets[ignored] = -100
+    session = lab.Session(
+        net(), (data, Seen(12)), batch_size=16, epochs=5, freeze=None, sieve=lab.CirculantSieve(interval_epochs=1)
+    )
+    session.step(7)
+    counts = session.sieve.counts()
+    wrong = counts.never_correct.nonzero().flatten()
+    assert len(wrong) > 0
+    assert not set(wrong.tolist()) & set(ignored.tolist())
+    session.run(progress=False)
+    assert not bool(session.sieve.counts(ignored).never_correct.any())
+    assert int(session.sieve.counts(ignored).events_total.sum()) == 0
+
+
+# --- losses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (-1, 3), (-1, 3, 2)])
+def test_a_loss_of_several_values_a_sample_counts_as_its_mean(shape: tuple[int, ...]) -> None:
+    def trace(loss: Any) -> list[float]:
+        session, _ = make(loss=loss, sieve=lab.LossSieve(fraction=0.3), epochs=4)
+        session.run(progress=False)
+        assert session.sieve.updates > 1
+        return [float(x) for x in session.history.steps["loss"]]
+
+    def plain(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    def spread(outputs: Tensor, targets: Tensor) -> Tensor:
+        return plain(outputs, targets).reshape(-1, *[1] * (len(shape) - 1)).expand(*shape)
+
+    assert trace(spread) == pytest.approx(trace(plain), rel=1e-4)
+
+
+def test_a_loss_whose_rows_are_no_samples_is_refused_with_its_shape() -> None:
+    session, _ = make(loss=lambda outputs, targets: outputs.square().flatten(), sieve=lab.LossSieve())
+    with pytest.raises(lab.InvalidSettingError, match=r"shape \(12,\).*reduction='none'"):
+        session.step()
+    assert session.steps_done == 0
+    weighted, _ = make(loss=lambda outputs, targets: outputs.square().flatten())
+    weighted.trainer.sample_weights = lambda ids: torch.ones(len(ids))
+    with pytest.raises(lab.InvalidSettingError, match=r"one loss for each of 6 samples.*shape \(12,\)"):
+        weighted.step()
+
+
+def test_the_ledger_of_a_loss_sieve_is_true_of_now_and_of_the_whole_run() -> None:
+    session, _ = make(sieve=lab.LossSieve(fraction=0.5, full_after=0.5), epochs=6)
+    session.run(progress=False)
+    assert session.sieve.num_kept == 60
+    text = repr(session.savings())
+    assert session.savings().run.saved_by_sieving > 0  # type: ignore[union-attr]
+    assert "now 60 of 60 samples a pass" in text
+    assert "over the whole run, though none is set aside now" in text
+
+
+# --- sentences --------------------------------------------------------------------------------------------
+
+
+def test_a_rejected_discard_does_not_bury_its_reason() -> None:
+    session, _ = make()
+    for receipt in (session.discard(range(60)), session.restore(range(60))):
+        event = receipt.event
+        assert isinstance(event, CommandRejected)
+        assert "0, 1, 2, 3, 4, … 60 in all" in event.command
+        assert len(event.sentence()) < 260
+    assert "(1, 2)" in session.restore([1, 2]).event.command  # type: ignore[union-attr]
+
+
+def test_samples_that_do_not_exist_are_one_sentence() -> None:
+    session, _ = make()
+    for ids in ([999], [-1], [3, 60]):
+        with pytest.raises(lab.DataError, match="there is no sample"):
+            session.sieve.samples(ids)
+    assert len(session.sieve.samples([3, 4])) == 2

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import egeria_lab as lab
-from egeria_lab.events import MaskUpdated
+from egeria_lab.algorithms.cost_model import dense_weight_gradients, training_flops
+from egeria_lab.engine.technique_costs import TechniqueCosts
+from egeria_lab.events import MaskUpdated, Notice
 
 METHODS: list[Any] = [
     lab.StaticSparsity(sparsity=0.8),
@@ -104,12 +106,125 @@ def test_a_refused_freeze_prunes_nothing() -> None:
     assert not any(name.startswith("layers.3") for name in session.sparse.masks.locked)
 
 
-def test_a_schedule_counts_the_densities_and_the_ledger_confirms_its_saving() -> None:
-    session = lab.Session("mlp", "digits", epochs=12, freeze=lab.Schedule(saving=0.2), sparsity=lab.MEST(sparsity=0.9))
+PLANNED = [
+    (lab.MEST(), "single_shot"),
+    (lab.MEST(interval_steps=7), "single_shot_resume"),
+    (lab.MEST(), "periodic"),
+    (lab.MEST(sparsity=0.5, density="erk"), "delayed_periodic"),
+    (lab.MEST(soft_bound=False), "single_shot"),
+    (lab.RigL(), "single_shot"),
+    (lab.RigL(interval_steps=5, stop_fraction=0.5), "delayed_periodic"),
+    (lab.SET(), "single_shot"),
+]
+
+
+@pytest.mark.parametrize(("sparsity", "variant"), PLANNED, ids=lambda value: getattr(value, "prefix", value))
+def test_a_schedule_is_solved_with_what_the_ledger_counts(sparsity: Any, variant: str) -> None:
+    """Pruning at a freeze, updates that come late, and dense gradients are part of the target."""
+    schedule = lab.Schedule(variant=variant, saving=0.25)
+    session = lab.Session("mlp", "digits", epochs=20, freeze=schedule, sparsity=sparsity)
     session.run(progress=False)
     run = session.savings().run
     assert run is not None
-    assert 0.20 <= run.saved_by_freezing <= 0.26  # pruning at the freeze saves more than the schedule counts
+    assert 0.25 <= run.saved_by_freezing <= 0.27
+
+
+def test_dense_gradients_are_counted_update_by_update() -> None:
+    session = lab.Session(
+        "mlp", "digits", epochs=4, freeze=None, sparsity=lab.RigL(sparsity=0.8, interval_steps=5, stop_fraction=0.6)
+    )
+    assert session.sparse is not None
+    densities, full = session.sparse.densities, session.recorder.flops(())
+    session.step(12)
+    session.freeze("layers.0")
+    session.step(session.planned_steps - 12)
+    steps = [event.step for event in session.events.of(MaskUpdated)]
+    assert steps == [5, 10, 15, 20, 25]
+    seen = session.history.frame("steps")["samples"].tolist()
+    batches = {step: seen[step - 1] - seen[step - 2] for step in steps}
+    assert len(set(batches.values())) == 1
+    before, after = (dense_weight_gradients(full, densities, frozen) for frozen in ((), ("layers.0",)))
+    run = session.savings().run
+    assert run is not None
+    assert run.dense_gradients == pytest.approx(batches[5] * (2 * before + 3 * after), rel=1e-9)
+    resumed = TechniqueCosts(full, session.model, session.layer_modules, 128)
+    resumed.load_state_dict(session.recorder.techniques.state_dict())
+    assert resumed.totals()[0].dense_gradients == pytest.approx(run.dense_gradients, rel=1e-12)
+
+
+def test_what_freezing_saves_follows_the_phases_also_when_all_that_is_masked_is_frozen() -> None:
+    """Nothing is left to update then, and what the run without freezing would cost still falls with the phases."""
+    session = lab.Session("mlp", "digits", epochs=4, freeze=None, sparsity=lab.MEST(sparsity=0.9))
+    session.step(3)
+    for name in session.layers.names[:-1]:
+        session.freeze(name)
+    session.step(session.planned_steps - 3)
+    assert session.sparse is not None
+    target = session.sparse.masks.target_densities()
+    costs = session.sparse.costs()
+    assert costs["unfrozen"] == pytest.approx(target)
+    run, full = session.savings().run, session.recorder.flops(())
+    assert run is not None
+    updates = session.sparse.settings.update_steps(session.planned_steps, 12)
+    edges = [0, *updates, session.planned_steps + 1]
+    seen = session.history.frame("steps")["samples"].tolist()
+    expected = 0.0
+    for number in range(1, session.planned_steps + 1):
+        at = max(edge for edge in edges if edge <= number) / session.planned_steps
+        densities = session.sparse.masks.densities_at(session.sparse.settings.sparsity_at(at))
+        samples = seen[number - 1] - (seen[number - 2] if number > 1 else 0)
+        expected += samples * training_flops(full, densities=densities)
+    assert run.after_sparsity == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("sparsity", [lab.MEST(), lab.StaticSparsity(sparsity=0.5)])
+def test_the_ledger_is_the_same_after_close(sparsity: Any, tmp_path: Any) -> None:
+    session = lab.Session("mlp", "digits", epochs=1, freeze=None, sparsity=sparsity)
+    session.step(3)
+    before = session.savings().to_dict()
+    session.close()
+    session.close()
+    assert session.savings().to_dict() == before
+    assert session.report(tmp_path / "report.html").stat().st_size > 0
+    session.dashboard()
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "numbers"),
+    [
+        (lab.SET(interval_steps=10**6), ("every 1,000,000 steps", "24", "at most 17")),
+        (lab.RigL(interval_epochs=100), ("every 1,200 steps", "24", "at most 17")),
+        (lab.MEST(interval_steps=20), ("every 20 steps", "24", "at most 17")),
+    ],
+)
+def test_masks_that_will_never_change_are_announced_once_at_the_start(sparsity: Any, numbers: tuple[str, ...]) -> None:
+    session = lab.Session("mlp", "digits", epochs=2, freeze=None, sparsity=sparsity)
+    session.step()
+    (notice,) = session.events.of(Notice)
+    assert all(number in notice.sentence() for number in numbers)
+    session.step(23)
+    assert len(session.events.of(Notice)) == 1
+    assert not any(event.grown for event in session.events.of(MaskUpdated))
+
+
+def test_masks_that_change_or_are_static_are_not_announced() -> None:
+    for sparsity in (lab.SET(), lab.StaticSparsity()):
+        session = lab.Session("mlp", "digits", epochs=2, freeze=None, sparsity=sparsity)
+        session.step(2)
+        assert not session.events.of(Notice)
+
+
+def test_no_row_promises_less_than_what_is_saved() -> None:
+    """The most that sparsity can save is that of whole steps: the first layer has no input gradient."""
+    session = lab.Session(
+        "mlp", "digits", epochs=1, freeze=None, sparsity=lab.StaticSparsity(sparsity=0.99, dense=("layers.0",))
+    )
+    session.step(2)
+    ledger = session.savings()
+    assert ledger.run is not None
+    assert ledger.sparsity is not None
+    assert ledger.run.saved_by_sparsity <= ledger.sparsity.maskable_share
+    assert ledger.run.saved_by_sparsity == pytest.approx(0.99 * ledger.sparsity.maskable_share, abs=1e-3)
 
 
 def test_what_is_left_multiplies_over_the_techniques() -> None:

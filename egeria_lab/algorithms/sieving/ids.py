@@ -26,7 +26,13 @@ def checked_ids(ids: Ids, num_samples: int) -> Tensor:
         Traceback (most recent call last):
         egeria_lab.errors.DataError: there is no sample 7; ids of this training set are 0 to 4.
     """
-    tensor = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=None if len(ids) else torch.int64)
+    try:
+        tensor = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=None if len(ids) else torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            "sample ids must be whole numbers in a list or a one-dimensional tensor, got "
+            f"{type(ids).__name__} of something else."
+        ) from error
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole or tensor.dim() != 1:
         raise DataError(

@@ -83,7 +83,8 @@ def step_after(settings: SieveSettings, standing: Standing, planned: int, passes
     """The step of a plan at which so many passes, counted from the start, are made; its end when it has fewer."""
     for one in _passes(settings, standing, planned):
         if passes <= one.number + 1:
-            return min(planned, one.end - math.floor((one.number + 1 - passes) * one.length + 0.5))
+            into = round((passes - one.number) * one.length)
+            return min(planned, one.end - one.length + into)
     return planned
 
 
@@ -101,7 +102,7 @@ def steps_for(settings: SieveSettings, standing: Standing, passes: float) -> int
     """
     done, end = standing.passes + 1, standing.next_end
     if passes <= done:
-        return end - math.floor((done - passes) * standing.length + 0.5)
+        return standing.step + _steps_into(standing, passes)
     if isinstance(settings, LossSieve):
         return _nearest(settings, standing, passes, end + math.ceil((passes - done) * standing.full))
     if not isinstance(settings, OneShotSieve) or standing.fired:
@@ -112,6 +113,47 @@ def steps_for(settings: SieveSettings, standing: Standing, passes: float) -> int
             return planned
         end += standing.full
     return standing.next_end + round((passes - done) * standing.full)  # too late for the sieve
+
+
+def why_idle(settings: SieveSettings, standing: Standing, planned: int) -> str | None:
+    """One sentence when a plan of so many steps sees no exchange, otherwise None.
+
+    Example:
+        >>> why = why_idle(OneShotSieve(at=0.9), Standing(full=12, short=3, length=12), 24)
+        >>> why.split("; ")[-1]
+        'plan more epochs, or lower at.'
+    """
+    if isinstance(settings, ManualSieve) or first_exchange(settings, standing, planned) is not None:
+        return None
+    passes = f"{passes_made(settings, standing, planned):.4g}"
+    rule, advice = _rule_in_words(settings)
+    return (
+        f"{type(settings).__name__} will exchange no sample in this plan: an exchange comes at the end of a pass that "
+        f"is not the last, {rule}, and the plan has {planned:,} step{'s' * (planned != 1)} in {passes} "
+        f"pass{'es' * (passes != '1')}; plan more epochs{advice}."
+    )
+
+
+def _rule_in_words(settings: SieveSettings) -> tuple[str, str]:
+    assert not isinstance(settings, ManualSieve)
+    if isinstance(settings, OneShotSieve):
+        return f"at or after {settings.at:.1%} of training (at={settings.at:g})", ", or lower at"
+    if isinstance(settings, LossSieve):
+        rule = f"before {settings.full_after:.1%} of training (full_after={settings.full_after:g})"
+        return rule, ""
+    if settings.interval_epochs is not None:
+        rule, advice = f"after interval_epochs={settings.interval_epochs:g} passes", ", or lower interval_epochs"
+    elif settings.interval_steps is not None:
+        rule, advice = f"after interval_steps={settings.interval_steps:,} steps", ", or lower interval_steps"
+    else:
+        rule, advice = "after 5/160 of training", ""
+    if settings.stop_fraction < 1:
+        rule += f" and before {settings.stop_fraction:.1%} of training (stop_fraction={settings.stop_fraction:g})"
+    return rule, advice
+
+
+def _steps_into(standing: Standing, passes: float) -> int:
+    return round((passes - standing.passes) * standing.length - standing.position)
 
 
 def _nearest(settings: LossSieve, standing: Standing, passes: float, high: int) -> int:

@@ -99,7 +99,8 @@ def one_shot(settings: OneShotSieve, members: Membership, log: ForgettingLog, ba
     """The least forgotten samples leave for good."""
     before = histogram(settings, members, log)
     easiest_first = ranked(settings, members.kept_ids(), log, members.generator)
-    counts = apportion(count_leaving(settings.fraction, len(easiest_first), batch_size), members.sizes_of(easiest_first))
+    leaving = count_leaving(settings.fraction, len(easiest_first), batch_size)
+    counts = apportion(leaving, members.sizes_of(easiest_first))
     removed = easiest_first[first_of_each(members.groups_of(easiest_first), counts)]
     members.remove(removed)
     reason = f"{len(removed)} least forgotten of {len(easiest_first)} samples left out for good"

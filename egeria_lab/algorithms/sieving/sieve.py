@@ -323,7 +323,8 @@ class Sieve:
         if self._class_of is None:
             raise InvalidSettingError(
                 f"{type(settings).__name__}.class_shares=True needs the label of every training sample, and they are "
-                "not known; give the data set an attribute .targets with one whole number a sample, or class_shares=False."
+                "not known; give the data set an attribute .targets with one whole number a sample, or "
+                "class_shares=False."
             )
         return self._class_of
 
@@ -370,7 +371,8 @@ class Sieve:
         Raises:
             DataError: when it is no state, or of another kind of sieve or another number of samples.
         """
-        missing = [name for name in self.state_dict() if name not in state]
+        parts = ("kind", "num_samples", "passes", "steps_at_swap", "done", "generator", "log", "members", "losses")
+        missing = [name for name in parts if not isinstance(state, Mapping) or name not in state]
         if missing:
             raise DataError(f"this is no state of a sieve: {', '.join(missing)} missing; give what state_dict() gave.")
         saved, own = (state["kind"], state["num_samples"]), (type(self.settings).__name__, self.num_samples)

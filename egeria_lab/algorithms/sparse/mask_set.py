@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from egeria_lab.algorithms.sparse.bound import check_bound, is_made_of_units
 from egeria_lab.algorithms.sparse.density import DENSITIES, live_units
 from egeria_lab.algorithms.sparse.masked_weight import MaskedWeight
 from egeria_lab.algorithms.sparse.masks import scheme_for
 from egeria_lab.algorithms.sparse.mutation import first_mask
 from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.algorithms.sparse.weights import SparseWeight, named_weights, select_weights
-from egeria_lab.errors import InvalidSettingError, require, unknown_name
+from egeria_lab.errors import InvalidSettingError, unknown_name
 
 Weights = Iterable[Tensor | int | str]
 """Parameters, their ``id()``, or their names."""
-
-STATE_KEYS = ("masks", "locked", "gradient_sums", "gradient_steps", "generator")
 
 
 class MaskSet:
@@ -48,7 +48,7 @@ class MaskSet:
             raise InvalidSettingError(
                 f"settings must be MEST(), SET(), RigL() or StaticSparsity(), got {type(settings).__name__}."
             )
-        _check_bound(model, optimizer, state)
+        check_bound(model, optimizer, state)
         inner = getattr(model, "_orig_mod", None)  # a compiled model is a wrapper around the module that is meant
         self.model: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.settings = settings
@@ -68,22 +68,14 @@ class MaskSet:
         self._apply(self._weights.values())
 
     def apply(self) -> None:
-        """Zero whatever lies under masks: weights, and optimizer state of the weights' shape.
-
-        Frozen layers are passed over: locked ones, and weights that are not trained (``requires_grad=False``).
-        """
+        """Zero what lies under masks (weights, optimizer state of their shape), except in frozen layers."""
         self._apply(self._active())
 
     @torch.no_grad()
     def _apply(self, weights: Iterable[MaskedWeight]) -> None:
-        tensors: list[Tensor] = []
-        keeps: list[Tensor] = []
-        for masked in weights:
-            for tensor in self._tensors_of(masked):
-                tensors.append(tensor)
-                keeps.append(masked.keep_on(tensor))
-        if tensors:
-            torch._foreach_mul_(tensors, keeps)
+        pairs = [(tensor, masked.keep_on(tensor)) for masked in weights for tensor in self._tensors_of(masked)]
+        if pairs:
+            torch._foreach_mul_([tensor for tensor, _ in pairs], [keep for _, keep in pairs])
 
     def unit_counts(self, sparsity: float, *, clip: bool = True) -> dict[str, int]:
         """Name → units that are live at a sparsity.
@@ -107,8 +99,8 @@ class MaskSet:
     def lock(self, weights: Weights) -> tuple[str, ...]:
         """Leave masks and values of frozen layers alone until they are unlocked.
 
-        Lock what the optimizer leaves alone: a locked tensor is not even multiplied by its mask. A weight whose
-        ``requires_grad`` is False (`freeze_layers` sees to that) is left alone in the same way, by itself.
+        Lock what the optimizer leaves alone: a locked tensor is not even multiplied by its mask. What has no
+        ``requires_grad`` (`freeze_layers`) is left alone by itself.
 
         Args:
             weights: parameters, their ``id()``, or their names; those that are not masked are passed over.
@@ -193,6 +185,7 @@ class MaskSet:
             "gradient_sums": sums,
             "gradient_steps": {name: self._weights[name].gradient_steps for name in sums},
             "generator": self._generator.get_state(),
+            "settings": mask_settings(self.settings),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,7 +196,7 @@ class MaskSet:
 
         Raises:
             UnknownNameError: for a mask of a weight that the model does not have.
-            InvalidSettingError: for a mask of another shape; nothing is changed then.
+            InvalidSettingError: for a mask of another shape or scheme; nothing is changed then.
         """
         masks: Mapping[str, Tensor] = state["masks"]
         weights = named_weights(self.model, masks)
@@ -214,7 +207,9 @@ class MaskSet:
                     f"the saved mask of {weight.name} has shape {given}, and the weight has {own}; load it into the "
                     "model that it was saved from."
                 )
-        self._weights = self._bound(weights)
+        bound = self._bound(weights)
+        self._check_scheme(bound, state)
+        self._weights = bound
         for name, masked in self._weights.items():
             masked.set_mask(masks[name])
             if name in state["gradient_sums"]:
@@ -224,6 +219,21 @@ class MaskSet:
         for name in state["locked"]:
             self._weights[name].locked = True
         self._generator.set_state(state["generator"])
+
+    def _check_scheme(self, bound: Mapping[str, MaskedWeight], state: Mapping[str, Any]) -> None:
+        """Raise for masks that are not made of the units of this scheme: blocks that are none, say."""
+        own, saved = mask_settings(self.settings), state.get("settings")
+        spoken = ("scheme", "block_size") if self.settings.scheme == "block" else ("scheme",)
+        there = " and ".join(f"{name}={saved[name]!r}" for name in spoken) if saved is not None else "another scheme"
+        differs = saved is not None and any(saved[name] != own[name] for name in spoken)
+        soft, masks = getattr(self.settings, "soft_bound", False), state["masks"]
+        unfit = next((m.name for m in bound.values() if not is_made_of_units(m, masks[m.name], soft)), None)
+        if differs or unfit is not None:
+            here = " and ".join(f"{name}={own[name]!r}" for name in spoken)
+            raise InvalidSettingError(
+                f"the saved masks are of {there} and cannot go on under {here}; give the settings that they were made "
+                "with, or make new masks (leave state= out)."
+            )
 
     def close(self) -> None:
         """Let go of model and optimizer: weights stay as they are, and nothing is masked any more."""
@@ -275,25 +285,13 @@ class MaskSet:
         masked.set_mask(first(first_mask(masked.scheme, count, self._generator, values)))
 
 
-def _check_bound(model: object, optimizer: object, state: object) -> None:
-    """Raise, in one sentence, for a model, optimizer or saved state that is none or belongs to another model."""
-    allowed = 'a torch.nn.Module (lab.models.build("mlp", …) makes one by name)'
-    require(isinstance(model, nn.Module), "SparseTraining", "model", model, allowed)
-    assert isinstance(model, nn.Module)
-    known = optimizer is None or isinstance(optimizer, Optimizer)
-    require(known, "SparseTraining", "optimizer", optimizer, "a torch.optim.Optimizer or None")
-    if isinstance(optimizer, Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise InvalidSettingError(
-                f"the optimizer ({type(optimizer).__name__}) holds none of this model's parameters, so its state could "
-                "not be kept zero under masks; make it from model.parameters() of the same model."
-            )
-    if state is not None:
-        missing = [key for key in STATE_KEYS if not isinstance(state, Mapping) or key not in state]
-        if missing:
-            got = f"one without {', '.join(missing)}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidSettingError(
-                f"SparseTraining.state must be what SparseTraining.state_dict() gave, got {got}; leave it out to make "
-                "new masks."
-            )
+def mask_settings(settings: SparsitySettings) -> dict[str, Any]:
+    """What decides which masks there are and how many weights they keep, as plain values.
+
+    Example:
+        >>> from egeria_lab.algorithms.sparse.methods import StaticSparsity
+        >>> mask_settings(StaticSparsity(sparsity=0.5))["scheme"]
+        'unstructured'
+    """
+    values = {f.name: getattr(settings, f.name) for f in fields(SparsitySettings) if f.name != "init"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

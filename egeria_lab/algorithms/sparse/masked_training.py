@@ -196,15 +196,14 @@ class SparseTraining(MaskSet):
             weights: parameters, their ``id()``, or their names; those that are not masked are passed over.
 
         Raises:
-            TrainingError: when a layer is frozen already and over its target: its mask is fixed.
+            TrainingError: when a layer is locked and over its target: its mask is fixed.
 
         Source: a decision of ours; SpFDE (2022) does not say what becomes of the soft bound at a freeze.
         """
         over = [masked for masked in self._find(weights) if masked.live_units > masked.target]
         for masked in over:
-            if masked.held:
-                word = "locked" if masked.locked else "frozen"
-                raise TrainingError(f"{masked.name} is {word}, so its mask is fixed; prune it before it is {word}.")
+            if masked.locked:
+                raise TrainingError(f"{masked.name} is locked, so its mask is fixed; prune it before it is locked.")
         return self._record([self._mutate(masked, masked.target, 0.0) for masked in over])
 
     def _mutate(self, masked: MaskedWeight, bound: int, share: float) -> MaskChange:
