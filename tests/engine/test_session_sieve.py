@@ -604,3 +604,21 @@ def test_samples_that_do_not_exist_are_one_sentence() -> None:
         with pytest.raises(lab.DataError, match="there is no sample"):
             session.sieve.samples(ids)
     assert len(session.sieve.samples([3, 4])) == 2
+
+
+def test_a_sieve_that_shrinks_the_epochs_mid_run_does_not_break_a_one_cycle_schedule() -> None:
+    """Trap 43: progress is counted in steps, whose number is known beforehand."""
+    plan, _ = make(sieve=lab.OneShotSieve(fraction=0.3, at=0.3), epochs=10)
+    steps = plan.planned_steps
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+    session, _ = make(sieve=lab.OneShotSieve(fraction=0.3, at=0.3), epochs=10, scheduler=one_cycle)
+    session.run(progress=False)
+    assert session.steps_done == steps < 100
+    assert session.steps_per_epoch == 7
+    assert session.epoch == 10.0
+    rates = session.history.steps["learning_rate"]
+    assert rates.max() == pytest.approx(0.1, rel=0.02)
+    assert rates[-1] < 0.001
