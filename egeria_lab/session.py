@@ -589,8 +589,7 @@ class Session:
         """Carry out what waits in the queue, at a step boundary."""
         with self._lock, self._uninterrupted(nested=True):
             self.command_log.note_plan(self.budget, self._steps_done)
-            for receipt in self.commands.drain():
-                self._undo_ring.land(receipt)
+            self._undo_ring.land_all(self.commands.drain())
 
     def come_to_rest(self) -> None:
         """Carry out what was put during the last step; while a run or a step is under way it will do so itself."""

@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 import egeria_lab as lab
 from egeria_lab import commands as c
 from egeria_lab.engine.session_state import capture
+from egeria_lab.engine.undo import MOST_APART
 from egeria_lab.errors import CheckpointError, InvalidSettingError
 from egeria_lab.events import CommandRedone, CommandRejected, CommandUndone, LayerFrozen
 
@@ -437,3 +438,18 @@ def test_commands_from_many_threads_with_undo_and_fork() -> None:
     session.stop()
     session.wait(60)
     session.close()
+
+
+def test_hundreds_of_commands_at_one_boundary_cost_a_few_states_and_are_undone_from_the_last_one_on() -> None:
+    session = lab.Session("mlp", "digits", epochs=1, freeze=None)
+    session.step()
+    for _ in range(100):
+        session.pin("layers.1")
+        session.unpin("layers.1")
+    assert len(session._undo_ring.commands()) == MOST_APART
+    session.step()
+    session.freeze("layers.0")
+    session.undo()
+    assert session.layers["layers.0"].state == "active"
+    session.undo()
+    assert len(session._undo_ring.commands()) == MOST_APART - 1

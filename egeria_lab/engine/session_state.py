@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +32,15 @@ class SessionState:
     Attributes:
         step: finished steps.
         tree: everything, see `egeria_lab.checkpoint.tree`; nobody else holds its tensors.
+        num_bytes: memory that it takes.
     """
 
     step: int
     tree: Tree
+    num_bytes: int = field(init=False, default=0)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return num_bytes(self.tree)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", num_bytes(self.tree))
 
 
 def capture(session: Any) -> SessionState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from egeria_lab import commands as c
@@ -27,6 +28,11 @@ class _Undone(NamedTuple):
     after: SessionState
 
 
+MOST_APART = 16
+"""More commands than this at one step boundary are remembered, and undone, together with the last of them: a state for
+each of hundreds would take longer than the next hundreds take to arrive."""
+
+
 class UndoRing:
     """Remembers the state before each command that did something.
 
@@ -47,6 +53,7 @@ class UndoRing:
         self._session = session
         self._max_bytes = max_bytes
         self._too_big = 0
+        self._at_this_boundary = (-1, 0)
         self._done: list[_Done] = []
         self._undone: list[_Undone] = []
         session._steering.handle(c.Undo, self._undo)
@@ -62,20 +69,32 @@ class UndoRing:
         """What can be undone, oldest first."""
         return [done.command for done in self._done]
 
-    def land(self, receipt: c.Receipt) -> None:
-        """Carry out one command at a step boundary, remembering the state before it."""
-        session, command = self._session, receipt.command
-        if isinstance(command, (c.Undo, c.Redo)):
-            session._steering.land(receipt, session.steps_done)
-            return
-        step = session.steps_done
-        before = capture(session) if self._max_bytes and not self._too_big else None
+    def land_all(self, receipts: Sequence[c.Receipt]) -> None:
+        """Carry out what waited for a step boundary, in order, remembering the state before each."""
+        for receipt in receipts:
+            if isinstance(receipt.command, (c.Undo, c.Redo)):
+                self._session._steering.land(receipt, self._session.steps_done)
+                self._at_this_boundary = (-1, 0)
+                continue
+            before = self._state_before()
+            if self._land(receipt) and before is not None:
+                self._keep(_Done(receipt.command, before))
+
+    def _state_before(self) -> SessionState | None:
+        """The state now; None when it need not be remembered, or when the last one has to do for this command too."""
+        step, count = self._at_this_boundary
+        step, count = self._session.steps_done, count + 1 if step == self._session.steps_done else 1
+        self._at_this_boundary = (step, count)
+        enough = count > MOST_APART and bool(self._done)
+        return capture(self._session) if self._max_bytes and not self._too_big and not enough else None
+
+    def _land(self, receipt: c.Receipt) -> bool:
+        session, command, step = self._session, receipt.command, self._session.steps_done
         session._steering.land(receipt, step)
         session.command_log.landed(command, step)
         if receipt.state == "done":
             self._undone.clear()
-            if before is not None:
-                self._keep(_Done(command, before))
+        return receipt.state == "done"
 
     def _keep(self, done: _Done) -> None:
         size = done.before.num_bytes
