@@ -108,7 +108,7 @@ def attribute(
 def _check_takes(model: nn.Module, run: Forward, inputs: Tensor) -> None:
     try:
         with torch.no_grad():
-            run(model, inputs)
+            run(model, inputs.clone())  # its first module may work in place
     except EgeriaLabError:
         raise
     except Exception as error:
