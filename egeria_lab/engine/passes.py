@@ -59,10 +59,7 @@ class Passes:
     def step_made(self) -> bool:
         """Count the newest batch as trained on; True when it was the last one of its pass."""
         self.position += 1
-        if self.position < self.length:
-            return False
-        self.number, self.position, self._batches = self.number + 1, 0, None
-        return True
+        return self.skip_rest()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain values."""
@@ -73,7 +70,7 @@ class Passes:
         self.number, self.position, self._batches = state["number"], state["position"], None
 
     def skip_rest(self) -> bool:
-        """True, and the pass is over, when what is left of it was taken away."""
+        """True, and the pass is over, when nothing is left of it: all was trained on, or the rest was taken away."""
         if not self.position or self.position < self.length:
             return False
         self.number, self.position, self._batches = self.number + 1, 0, None

@@ -460,6 +460,7 @@ def test_probabilities_are_sieved() -> None:
     targets = torch.tensor([[0.9, 0.1]]).repeat(60, 1)
     session = lab.Session(net(), (Wide(targets), Wide(targets)), batch_size=6, freeze=None, sieve=lab.CirculantSieve())
     session.step()
+    assert int(session.sieve.counts().presentations.sum()) == 6
 
 
 def test_a_sampler_over_a_part_of_the_data_is_refused_and_others_are_not() -> None:
