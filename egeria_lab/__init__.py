@@ -7,7 +7,7 @@ Example:
     1
 """
 
-from egeria_lab import data, models, presets
+from egeria_lab import data, integrations, models, presets
 from egeria_lab.algorithms.cost_model import layer_flops, training_flops
 from egeria_lab.algorithms.costs import count_flops
 from egeria_lab.algorithms.diagnostics import (
@@ -48,7 +48,8 @@ from egeria_lab.errors import (
     TrainingError,
     UnknownNameError,
 )
-from egeria_lab.session import Session, replay
+from egeria_lab.integrations import loggers
+from egeria_lab.session import Session, compare, replay
 
 __version__ = "0.1.0"
 
@@ -85,14 +86,17 @@ __all__ = [
     "TrainingError",
     "UnknownNameError",
     "__version__",
+    "compare",
     "cosine_distance",
     "count_flops",
     "data",
     "freeze_layers",
+    "integrations",
     "layer_flops",
     "layer_sizes",
     "layers",
     "linear_cka_distance",
+    "loggers",
     "mask_churn",
     "models",
     "paper_memory",

@@ -1,4 +1,7 @@
-"""The command line: ``lab``, ``demo``, ``resume``, ``bench`` and ``doctor``. Exit status 0 only on success."""
+"""The command line: ``lab``, ``demo``, ``train``, ``resume``, ``report``, ``bench``, ``doctor``; 0 only on success.
+
+The file is one piece because it is a table of contents: what can be asked for, and the few lines that answer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from egeria_lab import __version__, data, models
+from egeria_lab import __version__, data, models, terminal
 from egeria_lab.benchmarks.harness import write
 from egeria_lab.benchmarks.suites import SUITES, suite
 from egeria_lab.demo import DemoResult, run_demo
@@ -44,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"egeria-lab: {error}", file=sys.stderr)
         return 1
+    except Exception as error:  # not foreseen; still one sentence, and the way to all of it
+        if options.debug:
+            raise
+        first = next(iter(str(error).splitlines()), "")
+        print(f"egeria-lab: {type(error).__name__}: {first} (--debug shows where).", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     demo.set_defaults(command=_demo)
 
+    train = commands.add_parser("train", parents=[common], help="train what a run file asks for, into a run directory")
+    train.add_argument("file", help="TOML file; session.config.write(FILE) makes one")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="another value, as in freeze.tolerance=0.3"
+    )
+    train.add_argument("--epochs", type=float, help="passes over the training data, in place of the file's")
+    train.add_argument("--device", help="auto, cpu, cuda or cuda:N, in place of the file's")
+    train.add_argument("--run-dir", help="where to save; default: as in the file, or a folder of its name beside it")
+    train.add_argument("--report", help="where the offline page goes; default: report.html in the run directory")
+    train.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    train.set_defaults(command=_train)
+
     resume = commands.add_parser("resume", parents=[common], help="go on with a run from its newest checkpoint")
     resume.add_argument("folder", help="run directory (run_dir= of the session), or one checkpoint file")
     resume.add_argument("--epochs", type=float, help="so many passes from here; default: to the end of the plan")
@@ -81,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     resume.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     resume.set_defaults(command=_resume)
+
+    report = commands.add_parser("report", parents=[common], help="write the offline page of a kept run")
+    report.add_argument("place", metavar="dir", help="run directory, or one checkpoint file; it is only read")
+    report.add_argument("--output", help="the page; default: report.html in the directory, or beside the file")
+    report.add_argument("--device", help="auto, cpu, cuda or cuda:N; default: as it was trained")
+    report.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    report.set_defaults(command=_report)
 
     bench = commands.add_parser("bench", parents=[common], help="measure on this machine, interleaved")
     known = "; ".join(f"{name}: {about}" for name, (_, about) in SUITES.items())
@@ -128,6 +156,29 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _train(options: argparse.Namespace) -> int:
+    asked = {"epochs": options.epochs, "device": options.device}
+    overrides = [*options.set, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
+    done = terminal.train(
+        options.file, overrides, run_dir=options.run_dir, report=options.report, say=terminal.say, progress=True
+    )
+    print(json.dumps(done.figures) if options.json else done.words)
+    return 0 if done.finished else _interrupted(done.run_dir)
+
+
+def _interrupted(run_dir: Path | None) -> int:
+    go_on = "" if run_dir is None else f" Go on with: egeria-lab resume {run_dir}"
+    print(f"egeria-lab: interrupted before the end of the plan.{go_on}", file=sys.stderr)
+    return 130
+
+
+def _report(options: argparse.Namespace) -> int:
+    changes = {} if options.device is None else {"device": options.device}
+    page = terminal.report(options.place, options.output, **changes)
+    print(json.dumps({"report": str(page)}) if options.json else f"Report: {page}")
+    return 0
+
+
 def _resume(options: argparse.Namespace) -> int:
     asked = {"device": options.device, "run_dir": options.run_dir}
     session = Session.load(options.folder, **{name: value for name, value in asked.items() if value is not None})
@@ -148,9 +199,10 @@ def _resume(options: argparse.Namespace) -> int:
             shown = "" if accuracy is None else f", validation accuracy {percent(accuracy)}"
             print(f"{session.steps_done - before:,} steps, now {session.steps_done:,}{shown}\n\n{session.layers!r}")
             print(f"\nSaved: {saved}" if saved is not None else "\nNothing new to save.")
+        paused = session.state == "paused"
     finally:
         session.close()
-    return 0
+    return _interrupted(None if saved is None else Path(saved)) if paused else 0
 
 
 def _saved_after_resuming(session: Session, given: Path, run_dir: str | None, before: int) -> str | None:

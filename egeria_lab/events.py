@@ -316,6 +316,62 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSkipped(Event):
+    """A batch whose loss is not finite was passed over: no step was made with it, and it does not come again.
+
+    Attributes:
+        loss: ``"nan"``, ``"inf"`` or ``"-inf"``; JSON has no such numbers.
+        learning_rate: the rate it would have been made with.
+        in_pass: the pass over the data, from 0.
+        position: place of the batch in the pass, from 0.
+        sample_ids: ids of its first samples.
+        samples: how many samples it has.
+    """
+
+    loss: str
+    learning_rate: float
+    in_pass: int
+    position: int
+    sample_ids: tuple[int, ...]
+    samples: int
+
+    def sentence(self) -> str:
+        more = ", …" if self.samples > len(self.sample_ids) else ""
+        return (
+            f"Batch {self.position + 1} of pass {self.in_pass + 1} passed over: its loss is {self.loss} (learning rate "
+            f"{self.learning_rate:.3g}, {self.samples:,} samples: {', '.join(map(str, self.sample_ids))}{more})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack(Event):
+    """The loss was not finite: training is again at an earlier step, and goes on with half the learning rate.
+
+    Attributes:
+        loss: ``"nan"``, ``"inf"`` or ``"-inf"``.
+        from_step: the step that training had come to.
+        old_learning_rate: peak learning rate before.
+        learning_rate: peak learning rate from now on.
+        count: how often the run has gone back.
+        commands_lost: commands after that step, which were taken back with it.
+    """
+
+    loss: str
+    from_step: int
+    old_learning_rate: float
+    learning_rate: float
+    count: int
+    commands_lost: int = 0
+
+    def sentence(self) -> str:
+        lost = f"; {self.commands_lost} command(s) since were taken back" if self.commands_lost else ""
+        return (
+            f"Rolled back from step {self.from_step} to {self.step}, time {self.count}: the loss was {self.loss}; "
+            f"learning rate {self.old_learning_rate:.3g} → {self.learning_rate:.3g}{lost}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskUpdated(Event):
     """Dynamic sparse training dropped weights and grew others.
 

@@ -1,4 +1,4 @@
-"""Ready sets of keywords for `Session`: the two published systems as they were published, and all of both together.
+"""Ready sets of keywords for `Session`: the two published systems, all of both together, and fine-tuning.
 
 Example:
     >>> from egeria_lab.session import Session
@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from egeria_lab.algorithms.freeze_policy import Plasticity
@@ -70,3 +71,30 @@ def everything(*, tolerance: float = 0.2, sieve: float = 0.2, sparsity: float = 
         ['cache', 'freeze', 'sieve', 'sparsity']
     """
     return {**spfde(sieve=sieve, sparsity=sparsity), **egeria(tolerance=tolerance)}
+
+
+def fine_tuning(*, tolerance: float = 0.3, lr: float = 0.01, cache: bool = True) -> Keywords:
+    """Fine-tuning of a pretrained model: a low learning rate, and layers may freeze from the first pass on.
+
+    Readings are closer together than in training from the start, as a few passes are all there is.
+
+    Args:
+        tolerance: share of a layer's own first slopes below which it is stable.
+        lr: peak learning rate of SGD with momentum, > 0.
+        cache: False computes the frozen front anew in each step.
+
+    Example:
+        >>> fine_tuning()["freeze"].bootstrap_epochs, fine_tuning(lr=0.003)["lr"]
+        (0.0, 0.003)
+    """
+    rule = Plasticity(
+        interval_steps=4, window=4, patience=3, tolerance=tolerance, bootstrap_change=0.5, bootstrap_epochs=0.0,
+        refresh_on_freeze=False, freeze_together=True,
+    )  # fmt: skip
+    return {"freeze": rule, "lr": lr, "cache": ActivationCache() if cache else None}
+
+
+PRESETS: dict[str, Callable[..., Keywords]] = {
+    "egeria": egeria, "spfde": spfde, "everything": everything, "fine_tuning": fine_tuning,
+}  # fmt: skip
+"""What ``preset = …`` in a run file can name."""

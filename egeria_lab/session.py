@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,33 @@ from egeria_lab.config import Setting, Settings
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.loaders import Batch, BatchSource, Views
 from egeria_lab.engine import assembly, forking, replaying, saving
+from egeria_lab.engine.bad_loss import BadLossGuard
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.building import build_model, check_arguments, checked_sample_ids, load_data
 from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.engine.devices import choose_device
+from egeria_lab.engine.fair_lock import FairLock
 from egeria_lab.engine.layer_board import LayerBoard
+from egeria_lab.engine.memory_guard import MemoryGuard
 from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.passes import Passes
 from egeria_lab.engine.progress import ProgressBar
+from egeria_lab.engine.ranks import BEAT_SECONDS
 from egeria_lab.engine.recorder import Recorder, StepRecord
 from egeria_lab.engine.rules import FreezeSettings, make_rule
+from egeria_lab.engine.run_config import RunConfig, arguments_from, config_of
+from egeria_lab.engine.run_file import read_config
 from egeria_lab.engine.runner import Runner
 from egeria_lab.engine.saving import KEEP_CHECKPOINTS, SAVE_EVERY_MINUTES, Autosave
 from egeria_lab.engine.schedules import make_optimizer
 from egeria_lab.engine.sieving import SessionSieve
-from egeria_lab.engine.trainer import Forward, Loss, Trainer
+from egeria_lab.engine.trainer import Forward, Loss, StepResult, Trainer
 from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
 from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import InvalidSettingError, require, unknown_name
-from egeria_lab.events import Event, EventLog, Recompiled, Scalar
+from egeria_lab.events import Event, EventLog, Notice, Recompiled, Scalar
 from egeria_lab.history import History
+from egeria_lab.presets import PRESETS
 
 DEFAULT_EPOCHS = 20
 EXAMPLE_ROWS = 2
@@ -69,10 +75,14 @@ class Session:
             `DataLoader`s ``(train, valid)``.
         loss: ``loss(outputs, targets)`` → scalar or one value per sample; default: cross-entropy.
         forward: ``forward(model, batch) -> (outputs, targets)`` for batches that are no pair.
-        optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, a function of the parameters, or an `Optimizer`.
-        scheduler: ``"cosine"``, ``"step"``, ``"linear"``, ``"constant"``, a function of the optimizer, None.
+        optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, an `Optimizer` or a function of the parameters that makes one;
+            or a list of several, which step together.
+        scheduler: ``"cosine"``, ``"step"``, ``"linear"``, ``"constant"``, a function of the optimizer, None; several
+            optimizers may have a list of as many.
         lr: peak learning rate; None for 0.1 with SGD, 1e-3 with Adam and AdamW.
         batch_size: samples a step; loaders bring their own.
+        accumulate: batches a step, >= 1: their gradients are added up for one update. A step is the whole window, so
+            pausing, saving and commands fall between windows; a pass ends with the batches that are left.
         epochs: planned passes over the training data, > 0; None for 20.
         seed: decides initial weights (of models by name), order and draws inside the model.
         freeze: `Plasticity`, `Schedule` or `GradientNorm`; None to freeze by hand only.
@@ -82,15 +92,23 @@ class Session:
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
         precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` and ``"fp16"`` under autocast.
         max_grad_norm: clip the gradient norm of active parameters, or None.
+        ema: decay of a running average of the weights, in (0, 1), or None for none; see
+            `egeria_lab.engine.averaging.WeightAverage`, also for `ema_buffers` (``"copy"`` or ``"average"``).
         park_state: optimizer state of frozen layers: ``"keep"``, ``"cpu"`` or ``"drop"``.
         scheduler_every: ``"auto"``, ``"step"`` or ``"epoch"``; see `egeria_lab.engine.schedules.Schedule`.
         cache: keep the outputs of the frozen front, so that its forward pass is skipped too, or None.
         augment: `Augment` or `Replayable`: augmentations that can be replayed, for training batches.
         deterministic: deterministic algorithms on a GPU, and no load gate for readings.
+        distributed: train as one of several ranks (`torchrun`); ``"auto"``: when the process was started as one.
+            `batch_size` is that of the global batch.
+        paused: begin paused: `start` waits for `resume`, so that a dashboard can be set up first.
         run_dir: directory to save into while training: checkpoints, and a journal of everything between them.
         save_every_steps, save_every_minutes: how often, or None; the end of the plan and `close` are saved as well.
         keep_checkpoints: how many stay.
         undo_bytes: memory for `undo`, 0 for none.
+        cluster: an `ipyparallel.Cluster` or `Client`: train on its engines, each of them one rank.
+        on_bad_loss: ``"stop"``, ``"skip"`` or ``"roll_back"`` when a loss is NaN or infinite; see
+            `egeria_lab.engine.bad_loss.BadLossGuard`.
 
     Raises:
         UnknownNameError, InvalidSettingError, DataError, LayerError: before anything is trained.
@@ -101,6 +119,13 @@ class Session:
         (2, 'done', ('layers.0',))
     """
 
+    def __new__(cls, *arguments: Any, cluster: Any = None, **options: Any) -> Any:
+        """With ``cluster=`` the session runs on the engines of an ipyparallel cluster, and this is its face here."""
+        if cluster is None:
+            return super().__new__(cls)
+        given = dict(zip(("model", "data"), arguments, strict=False)) | options
+        return _on_cluster(cluster, "make", given)
+
     def __init__(
         self,
         model: nn.Module | str = "resnet8",
@@ -108,10 +133,11 @@ class Session:
         *,
         loss: Loss | None = None,
         forward: Forward | None = None,
-        optimizer: str | Optimizer | Callable[..., Optimizer] = "sgd",
+        optimizer: str | Optimizer | Sequence[Optimizer] | Callable[..., Any] = "sgd",
         scheduler: Any = "cosine",
         lr: float | None = None,
         batch_size: int = 128,
+        accumulate: int = 1,
         epochs: float | None = None,
         seed: int = 0,
         freeze: FreezeSettings | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
@@ -121,23 +147,32 @@ class Session:
         device: str | torch.device = "auto",
         precision: str = "auto",
         max_grad_norm: float | None = None,
+        ema: float | None = None,
+        ema_buffers: str = "copy",
         park_state: str = "keep",
         scheduler_every: str = "auto",
         cache: ActivationCache | None = None,
         augment: Views | None = None,
         deterministic: bool = False,
+        distributed: bool | str = "auto",
+        paused: bool = False,
         run_dir: str | Path | None = None,
         save_every_steps: int | None = None,
         save_every_minutes: float | None = SAVE_EVERY_MINUTES,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
         undo_bytes: int = UNDO_BYTES,
+        cluster: Any = None,
+        on_bad_loss: str = "stop",
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        check_arguments(batch_size, epochs, seed, freeze, cache, augment, layers, sieve, sparsity)
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "cluster")}
+        check_arguments(
+            batch_size, epochs, seed, freeze, cache, augment, layers, sieve, sparsity, accumulate,
+            deterministic=deterministic, paused=paused,
+        )  # fmt: skip
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
-        self._train_source = BatchSource(train, batch_size, seed=seed, augment=augment)
+        self._train_source = BatchSource(train, batch_size, seed=seed, augment=augment, accumulate=accumulate)
         self._valid_source = BatchSource(valid, max(256, batch_size), seed=seed, shuffle=False, role="validation")
         self.model = build_model(model, self.data, seed).to(self.device)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
@@ -153,8 +188,10 @@ class Session:
             deterministic=deterministic,
         )  # fmt: skip
         self.model = self.trainer.model
+        self.trainer.keep_average(ema, ema_buffers)
         self.layer_modules = self.trainer.find_layers(self._train_source.example(EXAMPLE_ROWS), layers)
         self.events = EventLog()
+        self.trainer.watch.tell = lambda message: self.events.append(Notice(step=self._steps_done + 1, message=message))
         self.commands = c.CommandQueue()
         self.history = History(self.layer_modules.names)
         self.layers = LayerBoard(self.layer_modules)
@@ -188,16 +225,21 @@ class Session:
             self.history, self.events, self.settings_book, self.recorder.flops(()),
             together=self.trainer.compiled is not None,
         )  # fmt: skip
-        self._runner = Runner(self)
-        self._lock = threading.RLock()
+        self._runner = Runner(self, paused=paused)
+        self._lock = FairLock()
         self._closed = False
         self._steps_done = 0
         self._view: Any = None
         self._busy = False
+        self._pass_owed = False
         self._graphs = 0
         self.command_log = CommandLog()
         self._undo_ring = UndoRing(self, undo_bytes)
-        self._autosave = None if run_dir is None else Autosave(
+        self.bad_loss = BadLossGuard(self, on_bad_loss)
+        self._memory_guard = MemoryGuard(self)
+        self.ranks = assembly.make_ranks(self, distributed)
+        follows = self.ranks is not None and not self.ranks.group.is_first  # rank 0 saves for all
+        self._autosave = None if run_dir is None or follows else Autosave(
             self, run_dir, every_steps=save_every_steps, every_minutes=save_every_minutes, keep=keep_checkpoints
         )  # fmt: skip
         self.commands.on_put(self._on_command)
@@ -221,22 +263,17 @@ class Session:
     def advance(self) -> StepRecord:
         """One step: the only place where training state changes. Called by `step` and by the runner."""
         with self._lock, self._uninterrupted():
-            self.land_commands()
-            self.budget.check_left(self._steps_done)
-            number, rate = self._steps_done + 1, self.schedule.learning_rate
-            self._steering.freezer.hold()
-            if self.sparse is not None:
-                self.sparse.begin_step(number)
-            try:
-                batch = self._passes.next_batch()
-                result = self.trainer.step(batch, number, self.recorder.around_forward(batch))
-            except BaseException:
-                self._passes.read_again()  # the step was not made: its batch comes again
-                raise
-            self._steps_done = number
-            pass_is_over = self._passes.step_made()
+            if self._pass_owed:  # the last step was made, and what follows the end of a pass failed
+                self.finish_pass()
+            self.land_commands(before_step=True)
+            batch, result, rate = self.bad_loss.step(self._try_batch)
+            self._steps_done = number = self._steps_done + 1
+            self._pass_owed = pass_is_over = self._passes.step_made()
             self.schedule.after_step()
             self._announce_graphs(result.new_graphs)
+            shares = self.cache.computed_shares() if self.cache is not None else None
+            if self.ranks is not None:
+                batch, result, shares = self.ranks.whole(batch, result, shares)
             self.sieve.observe(batch, result.signals)
             if self.sparse is not None:
                 self.sparse.finish_step(number, self.history, self.events)
@@ -247,12 +284,12 @@ class Session:
             finally:  # also when the rule fails: the step was made
                 record = self.recorder.count_step(
                     result, batch, step=number, epoch=self.epoch, learning_rate=rate,
-                    monitor_seconds=time.perf_counter() - watched,
-                forward_shares=self.cache.computed_shares(len(batch)) if self.cache is not None else None,
+                    monitor_seconds=time.perf_counter() - watched, forward_shares=shares,
                 )  # fmt: skip
             self._steering.carry_out(decisions, number)
             if pass_is_over:
                 self.finish_pass()
+            self.bad_loss.after_step(pass_is_over)
             if self._autosave is not None:
                 self._autosave.after_step()
             return record
@@ -321,17 +358,18 @@ class Session:
         self.start(epochs, steps=steps)
         return await self._runner.wait_async()
 
-    def evaluate(self, data: Any = None) -> dict[str, float | None]:
+    def evaluate(self, data: Any = None, *, ema: bool = False) -> dict[str, float | None]:
         """Loss and accuracy in eval mode; nothing about training changes.
 
         Args:
             data: a map-style data set or loader; default: the validation set.
+            ema: evaluate the running average of the weights; the table of epochs always has the weights themselves.
         """
         source = self._valid_source if data is None else BatchSource(
             data, 256, seed=self.seed, shuffle=False, role="validation"
         )  # fmt: skip
-        with self._lock:
-            loss, accuracy = self.trainer.evaluate(source)
+        with self._lock, source.unshared():  # asked for on this rank alone
+            loss, accuracy = self.trainer.evaluate(source, average=ema, alone=True)
         self.come_to_rest()
         return {"loss": loss, "accuracy": accuracy}
 
@@ -416,6 +454,11 @@ class Session:
         """Take the newest `undo` back."""
         return self._put(c.Redo())
 
+    @property
+    def undo_ring(self) -> UndoRing:
+        """What `undo` and `redo` would take back; read it, and change it by these two only."""
+        return self._undo_ring
+
     # --- keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
@@ -441,8 +484,44 @@ class Session:
         Raises:
             CheckpointError: when it cannot be read or does not fit, or something must be given again.
         """
+        if changes.get("cluster") is not None:
+            given = {"path": str(path), "model": model, "data": data, **changes}
+            remote: Session = _on_cluster(given.pop("cluster"), "load", given)
+            return remote
         session: Session = saving.load(cls, path, model=model, data=data, **changes)
         return session
+
+    @property
+    def config(self) -> RunConfig:
+        """The arguments this session was made with: a mapping that writes itself, ``session.config.write("run.toml")``.
+
+        What was changed since is in `events` and `settings`; objects of your own are named, to be given again.
+        """
+        return config_of(type(self), self._arguments)
+
+    @classmethod
+    def from_config(cls, config: str | Path | RunConfig, **changes: Any) -> Session:
+        """Build a session from a TOML file, or from another session's `config`.
+
+        Args:
+            config: path of the file. Keys are the arguments of `Session`; settings are tables with ``kind =`` a class
+                name; ``preset = "spfde"`` (or a table with ``name =``) brings those of `egeria_lab.presets`. Relative
+                paths start at the file's folder and may not leave it.
+            changes: arguments that take the place of those in the file, objects of your own among them.
+
+        Raises:
+            UnknownNameError: for an unknown key, class or setting, with the nearest one.
+            InvalidSettingError: for a file that cannot be read, a value out of range, an object of your own that is
+                not given, or a path that leads out of the file's folder.
+
+        Example:
+            >>> session = Session("mlp", "digits", epochs=1, freeze=Plasticity(tolerance=0.3))
+            >>> again = Session.from_config(session.config, seed=1)
+            >>> again.config["freeze"].tolerance, again.seed
+            (0.3, 1)
+        """
+        found = config if isinstance(config, RunConfig) else read_config(cls, config, PRESETS)
+        return cls(**arguments_from(cls, found, changes))
 
     def fork(self, **changes: Any) -> Session:
         """An independent copy from this very step, with its own model, optimizer and rule; this one goes on untouched.
@@ -453,9 +532,13 @@ class Session:
         second: Session = forking.fork(self, type(self), **changes)
         return second
 
-    def export(self) -> forking.Exported:
-        """The plain model and its `state_dict`, which loads into the bare architecture with ``strict=True``."""
-        return forking.export(self)
+    def export(self, *, ema: bool = False) -> forking.Exported:
+        """The plain model and its `state_dict`, which loads into the bare architecture with ``strict=True``.
+
+        Args:
+            ema: the running average of the weights in place of the weights.
+        """
+        return forking.export(self, ema=ema)
 
     def discard(self, sample_ids: Iterable[int]) -> c.Receipt:
         """Take samples out of training until they are restored; with a circulant sieve others take their places."""
@@ -540,11 +623,17 @@ class Session:
         if isinstance(self.rule, PlasticityMonitor):
             worker, waited = self.rule.worker_seconds, self.rule.waited_seconds
             ledger = replace(ledger, worker_seconds=worker, waited_seconds=waited)
+        if self.ranks is not None:
+            ledger = replace(ledger, exchange=self.ranks.figures())
         return ledger if self.cache is None else replace(ledger, cache=asdict(self.cache.statistics))
 
     def subscribe(self, callback: Callable[[Event], None], event: type[Event] | None = None) -> Callable[[], None]:
-        """Call `callback` with each new event (of one kind); returns a function that ends it."""
-        return self.events.subscribe(callback, event)
+        """Call `callback` with each new event (of one kind); returns a function that ends it.
+
+        A logger of `egeria_lab.integrations.loggers` writes the history too, from the first step on.
+        """
+        follow: Callable[..., Callable[[], None]] | None = getattr(callback, "follow", None)
+        return follow(self, event) if follow is not None else self.events.subscribe(callback, event)
 
     def dashboard(self) -> Any:
         """The live dashboard, before, during and after training; show it as a cell's last line.
@@ -567,7 +656,10 @@ class Session:
             self._closed = True
             if self._autosave is not None:
                 self._autosave.close()
+            self._passes.read_again()  # ends the processes that read ahead
             self._steering.close(self._steps_done)
+            if self.ranks is not None:
+                self.ranks.close()
             if self.rule is not None:
                 self.rule.close()
             if self.cache is not None:
@@ -585,15 +677,37 @@ class Session:
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def land_commands(self) -> None:
+    def _try_batch(self) -> tuple[Batch, StepResult, float]:
+        """Train on the next batch; where that raises, nothing has changed. Answers with the learning rate as well."""
+        self.budget.check_left(self._steps_done)
+        number, rate = self._steps_done + 1, self.schedule.learning_rate
+        self._steering.freezer.hold()
+        if self.sparse is not None:
+            self.sparse.begin_step(number)
+        together: AbstractContextManager[None] = nullcontext() if self.ranks is None else self.ranks.one_step()
+        with together, self._memory_guard(number):
+            batch = self._passes.next_batch()
+            return batch, self.trainer.step(batch, number, self.recorder.around_forward(batch)), rate
+
+    def land_commands(self, before_step: bool = False) -> None:
         """Carry out what waits in the queue, at a step boundary."""
         with self._lock, self._uninterrupted(nested=True):
             self.command_log.note_plan(self.budget, self._steps_done)
-            self._undo_ring.land_all(self.commands.drain())
+            for waiting in self._landings(before_step):
+                self._undo_ring.land_all(waiting)
+                if waiting:
+                    self.bad_loss.landed()
+
+    def _landings(self, before_step: bool) -> Iterable[list[c.Receipt]]:
+        if self.ranks is not None:
+            return self.ranks.landings(self.commands, before_step=before_step)
+        return [self.commands.drain()]
 
     def come_to_rest(self) -> None:
         """Carry out what was put during the last step; while a run or a step is under way it will do so itself."""
         for _ in range(MOST_ROUNDS):
+            if self.ranks is not None:  # all ranks land commands together, before the next step
+                return
             if not len(self.commands) or self._runner.is_active or not self._lock.acquire(blocking=False):
                 return
             try:
@@ -617,6 +731,17 @@ class Session:
         finally:
             self._busy = before
 
+    @property
+    def beat(self) -> float | None:
+        """So often, in seconds, a paused run looks after its commands anyway, because other ranks wait; or None."""
+        return None if self.ranks is None else BEAT_SECONDS
+
+    def run_ended(self, outcome: str) -> None:
+        """Told by the runner that its loop is over."""
+        if self.ranks is not None:
+            self.ranks.ended(outcome)
+        self.come_to_rest()
+
     def describe_run(self) -> tuple[str, int]:
         """Device and number of threads, for the event that opens a run."""
         return str(self.device), torch.get_num_threads()
@@ -639,10 +764,16 @@ class Session:
     def _consult_rule(self, batch: Batch, loss: float, rate: float, flops: StepFlops) -> list[Decision]:
         if self.rule is None:
             return []
-        return self.rule.after_step(
-            batch, step=self._steps_done, passes=self.epoch, loss=loss, learning_rate=rate,
-            board=self.layers, flops=flops,
+        rule, seen = self.rule, batch if self.ranks is None else self.ranks.probed(batch)
+        return self._agreed(
+            lambda: rule.after_step(
+                seen, step=self._steps_done, passes=self.epoch, loss=loss, learning_rate=rate,
+                board=self.layers, flops=flops,
+            )
         )  # fmt: skip
+
+    def _agreed(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        return decide() if self.ranks is None else self.ranks.agreed(decide)
 
     def _announce_graphs(self, new: int) -> None:
         if new:
@@ -652,13 +783,25 @@ class Session:
     def finish_pass(self) -> None:
         """Let everything that counts in passes look at the one that has just ended."""
         finished = self._passes.number - 1
+        loss, accuracy = self.trainer.evaluate(self._valid_source)  # first: it may fail, and then nothing was done
+        self._pass_owed = False
         self.sieve.finish_pass(finished, self._steps_done, self.planned_steps)
         self.budget.steps_per_epoch = self._train_source.steps_per_epoch
-        loss, accuracy = self.trainer.evaluate(self._valid_source)
         self.schedule.after_epoch(loss)
         self.events.append(self.recorder.finish_epoch(self._passes.number, self._steps_done, loss, accuracy))
         if self.rule is not None:
-            self._steering.carry_out(self.rule.after_evaluation(accuracy, self.layers), self._steps_done)
+            rule = self.rule
+            decisions = self._agreed(lambda: rule.after_evaluation(accuracy, self.layers))
+            self._steering.carry_out(decisions, self._steps_done)
+
+
+def _on_cluster(cluster: Any, how: str, arguments: dict[str, Any]) -> Any:
+    return importlib.import_module("egeria_lab.integrations.cluster").ClusterSession(cluster, how, arguments)
+
+
+# `__new__` above takes anything; what a session takes is what `__init__` says.
+_taken = inspect.signature(Session.__init__)
+type.__setattr__(Session, "__signature__", _taken.replace(parameters=list(_taken.parameters.values())[1:]))
 
 
 def replay(path: str | Path, *, model: nn.Module | None = None, data: Any = None, **changes: Any) -> replaying.Replay:
@@ -683,3 +826,26 @@ def replay(path: str | Path, *, model: nn.Module | None = None, data: Any = None
         True
     """
     return replaying.replay(Session, path, model=model, data=data, **changes)
+
+
+def compare(*runs: Any, **named: Any) -> Any:
+    """Several runs in one picture: accuracy against time and work, freeze timelines, numbers, differing settings.
+
+    Show it as a cell's last line: it is drawn anew while one of the runs trains. ``.table`` is a data frame,
+    ``.figure()`` a Plotly figure, ``.to_html(path)`` a page that opens offline.
+
+    Args:
+        runs: sessions in any state, checkpoints or run directories, which are only read.
+        named: the same by the name that they shall have: ``compare(plain=a, rule=b)``.
+
+    Raises:
+        InvalidSettingError: for nothing, too many, or something that is no run.
+        CheckpointError: for a file that cannot be read.
+
+    Example:
+        >>> a, b = (Session("mlp", "digits", epochs=1, seed=seed) for seed in (0, 1))
+        >>> _ = a.step(2), b.step(3)
+        >>> compare(first=a, second=b).table["steps"].to_dict()
+        {'first': 2, 'second': 3}
+    """
+    return importlib.import_module("egeria_lab.dashboard.compare").compare(*runs, **named)

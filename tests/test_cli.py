@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,120 @@ def test_demo_freezes_by_the_rule_and_keeps_the_accuracy(demo: tuple[dict[str, A
     assert result["frozen_layers"]
     assert abs(result["final_accuracy"] - result["baseline_accuracy"]) <= 0.01
     assert 0 < result["flops_saved_fraction"] < 1
+
+
+RUN_FILE = """
+model = "mlp"
+data = "digits"
+epochs = 3
+batch_size = 64
+run_dir = "kept"
+[freeze]
+interval_steps = 2
+window = 4
+patience = 4
+tolerance = 0.5
+"""
+
+
+def test_train_makes_a_run_directory_that_goes_on_and_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(RUN_FILE, encoding="utf-8")
+    done = run("train", "my.toml", "--json", "--set", "freeze.tolerance=2.0", "--set", "lr=0.05", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    steps = result["steps"]
+    assert result["finished"]
+    assert steps == result["planned_steps"] == 3 * 23
+    same = lab.Session(
+        "mlp", "digits", epochs=3, batch_size=64, lr=0.05,
+        freeze=lab.Plasticity(interval_steps=2, window=4, patience=4, tolerance=2.0),
+    )  # fmt: skip
+    same.step(steps)
+    assert result["final_accuracy"] == same.evaluate()["accuracy"]
+    assert result["frozen_layers"] == list(same.layers.frozen) != []
+    assert result["flops_saved_fraction"] == same.savings().book.flops_saved_fraction > 0
+    assert "layers.0 frozen by rule" in done.stderr  # events in words
+    place = tmp_path / "kept"
+    assert Path(result["report"]) == place / "report.html"
+    assert "layers.0" in (place / "report.html").read_text(encoding="utf-8")
+    assert lab.Session.from_config(place / "run.toml", run_dir=None).config["lr"] == 0.05
+    loaded = lab.Session.load(place, run_dir=None)
+    assert loaded.steps_done == steps
+
+    (place / "report.html").unlink()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in place.iterdir())
+    done = run("report", "kept", "--output", "page.html", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "page.html"
+    assert json.loads(done.stdout) == {"report": str(page)}
+    assert "frozen by rule" in page.read_text(encoding="utf-8")
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in place.iterdir()) == before  # only read
+    assert main(["report", str(place / f"step-{steps:09d}.ckpt")]) == 0
+    assert (place / f"step-{steps:09d}.html").is_file()
+
+    done = run("train", "my.toml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"egeria-lab: {place} holds a run already: go on with it, egeria-lab resume")
+    done = run("resume", "kept", "--epochs", "1", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["steps"] == steps + 23
+
+
+def test_train_in_words_with_its_own_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.toml").write_text(RUN_FILE.replace('run_dir = "kept"', ""), encoding="utf-8")
+    page = tmp_path / "page.html"
+    assert main(["train", str(tmp_path / "my.toml"), "--epochs", "0.5", "--device", "cpu", "--report", str(page)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("mlp on digits: step 12 of 12, validation accuracy ")
+    assert "layers.0" in printed.out
+    assert "FLOPs" in printed.out
+    assert f"Run directory: {tmp_path / 'my'}" in printed.out
+    assert page.is_file()
+    assert len(lab.Session.load(tmp_path / "my", run_dir=None).history.steps) == 12
+
+
+def test_an_interrupted_run_is_kept_and_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(RUN_FILE, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "egeria_lab", "train", "my.toml", "--epochs", "100000", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Epoch 1" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"Go on with: egeria-lab resume {tmp_path / 'kept'}" in err
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert not result["finished"]
+    assert lab.Session.load(tmp_path / "kept", run_dir=None).steps_done == result["steps"] >= 23
+
+
+def test_a_failing_run_is_one_sentence_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.toml").write_text(RUN_FILE, encoding="utf-8")
+    file = str(tmp_path / "my.toml")
+    assert main(["train", file, "--set", "lr=1e30"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("egeria-lab: ")
+    assert "loss" in last
+    with pytest.raises(lab.TrainingError):
+        main(["train", file, "--set", "lr=1e30", "--run-dir", str(tmp_path / "other"), "--debug"])
+
+
+def test_an_error_nobody_foresaw_is_one_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr("egeria_lab.cli.examine", fail)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "egeria-lab: RuntimeError: out of luck (--debug shows where).\n"
+    with pytest.raises(RuntimeError):
+        main(["doctor", "--debug"])
 
 
 def test_resume_goes_on_with_a_run(tmp_path: Path) -> None:
@@ -133,6 +248,16 @@ def test_doctor_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--model", "mlp", "--data", "digits", "--epochs", "0"], "epochs must be a number > 0"),
         (["demo", "--threads", "0"], "--threads must be a whole number from 1 to"),
         (["lab", "no-such-folder"], "there is no folder 'no-such-folder'"),
+        (["train", "no.toml"], "there is no file no.toml"),
+        (["train", "bad.toml"], "bad.toml: Unknown key 'epoch'. Did you mean 'epochs'?"),
+        (["train", "good.toml", "--set", "freeze.tolerence=1"], "Did you mean 'tolerance'?"),
+        (["train", "good.toml", "--set", "freeze.patience=0"], "Plasticity.patience must be a whole number >= 1"),
+        (["train", "good.toml", "--set", "nonsense"], "--set takes key=value"),
+        (["train", "good.toml", "--epochs", "0"], "epochs must be a number > 0"),
+        (["train", "good.toml", "--device", "tpu"], "tpu"),
+        (["train", "good.toml", "--report", "no/such/place.html"], "its folder does not exist"),
+        (["report", "nothing"], "there is no checkpoint nothing."),
+        (["report", "."], "holds no checkpoint"),
     ],
 )
 def test_errors_are_one_sentence_without_traceback(
@@ -143,6 +268,8 @@ def test_errors_are_one_sentence_without_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text("epoch = 3", encoding="utf-8")
+    (tmp_path / "good.toml").write_text('model = "mlp"\ndata = "digits"', encoding="utf-8")
     assert main(arguments) == 1
     printed = capsys.readouterr()
     assert printed.out == ""

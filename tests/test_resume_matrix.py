@@ -34,9 +34,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "sieve": {"freeze": None, "sieve": lab.CirculantSieve(fraction=0.25, interval_epochs=1)},
     "cache": {"freeze": None, "cache": CACHE, "augment": AUGMENT},
     "bf16": {"freeze": RULE, "precision": "bf16"},
+    "accumulation": {"freeze": RULE, "accumulate": 4, "batch_size": 16},
+    "ema": {"freeze": RULE, "ema": 0.9},
     "everything": {
         "freeze": RULE, "sieve": lab.CirculantSieve(fraction=0.25, interval_epochs=1), "cache": CACHE,
-        "augment": AUGMENT, "sparsity": lab.MEST(sparsity=0.8, interval_steps=7),
+        "augment": AUGMENT, "sparsity": lab.MEST(sparsity=0.8, interval_steps=7), "accumulate": 2, "batch_size": 32,
+        "ema": 0.9,
     },
 }  # fmt: skip
 OWN: dict[str, Callable[[Any], Any]] = {
@@ -61,6 +64,9 @@ def outcome(session: lab.Session) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name, tensor in session.model.state_dict().items():
         digest.update(name.encode() + tensor.numpy().tobytes())
+    if session.config["ema"] is not None:
+        for tensor in session.export(ema=True).state_dict.values():
+            digest.update(tensor.numpy().tobytes())
     ours = [e.to_dict() for e in session.events if not type(e).__name__.startswith(("Checkpoint", "Cache"))]
     losses = [float(x).hex() for x in session.history["steps"]["loss"]]
     return {"losses": losses, "events": json.loads(json.dumps(ours)), "weights": digest.hexdigest()}
@@ -72,8 +78,8 @@ def test_every_combination_resumes_to_the_bit(tmp_path: Path, optimizer: str) ->
     for kind, options in KINDS.items():
         for scheduler in ("cosine", "step", *OWN):
             session = lab.Session(
-                "mlp", "digits", batch_size=64, epochs=6, optimizer=optimizer, lr=0.02 if optimizer == "sgd" else None,
-                scheduler=OWN.get(scheduler, scheduler), seed=2, **options,
+                "mlp", "digits", epochs=6, optimizer=optimizer, lr=0.02 if optimizer == "sgd" else None,
+                scheduler=OWN.get(scheduler, scheduler), seed=2, **{"batch_size": 64, **options},
             )  # fmt: skip
             drive(session, kind, FIRST)
             name = f"{kind} {scheduler}"

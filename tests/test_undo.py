@@ -296,7 +296,7 @@ def test_sessions_and_their_forks_are_freed() -> None:
 # --- replay -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_run_can_be_done_again(tmp_path: Path, seed: int) -> None:
     draw = random.Random(100 + seed)
     session = digits(run_dir=tmp_path, seed=seed, save_every_steps=50)

@@ -33,6 +33,7 @@ class Plasticity:
         tolerance: share of a layer's own first slopes below which it is stable, >= 0.
         bootstrap_change: nothing freezes until the training loss changes by less than this share
             between two windows, > 0.
+        bootstrap_epochs: nothing freezes before so many passes over the data, >= 0; 0 for fine-tuning.
         reference: ``"auto"``, ``"int8"``, ``"bf16"`` or ``"fp32"``, the numeric format of the reference model;
             layers that cannot be had in it are compared in float32.
         refresh_evals: readings between two snapshots, or None for 2 × (window + patience); never less
@@ -74,6 +75,7 @@ class Plasticity:
     patience: int = 10
     tolerance: float = 0.2
     bootstrap_change: float = 0.10
+    bootstrap_epochs: float = 1.0
     reference: str = "auto"
     refresh_evals: int | None = None
     refresh_on_freeze: bool = True
@@ -97,6 +99,8 @@ class Plasticity:
         for name in ("bootstrap_change", "monitor_budget"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, "Plasticity", name, value, "a number > 0")
+        valid = is_number(self.bootstrap_epochs) and self.bootstrap_epochs >= 0
+        require(valid, "Plasticity", "bootstrap_epochs", self.bootstrap_epochs, "a number >= 0")
         require(self.monitor_budget <= 1, "Plasticity", "monitor_budget", self.monitor_budget, "in (0, 1]")
         require(
             self.max_frozen is None or (is_number(self.max_frozen) and 0 < self.max_frozen <= 1),
@@ -338,7 +342,8 @@ class PlasticityPolicy:
         before = sum(recent[:window]) / window
         after = sum(recent[window:]) / window
         self.loss_change = abs(before - after) / max(abs(before), 1e-12)
-        if self.bootstrapping and passes >= 1 and self.loss_change < self.settings.bootstrap_change:
+        enough = passes >= self.settings.bootstrap_epochs
+        if self.bootstrapping and enough and self.loss_change < self.settings.bootstrap_change:
             self.bootstrapping = False
 
     def _obstacle(self, layer: str, num_frozen: int, pinned: Sequence[str]) -> str | None:

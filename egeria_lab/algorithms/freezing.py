@@ -17,7 +17,7 @@ The file is one piece because freezing, thawing and saving what is frozen are on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,8 +163,31 @@ class Freezer:
         )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is frozen and what a thaw will need, by name: plain values and tensors (the parked ones themselves)."""
+    def whole_optimizer_state(self) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as it would be with nothing frozen; what is frozen stays so.
+
+        A fresh optimizer of the same model can load it, whatever is frozen now. Parked state that was dropped is not
+        in it. Empty without an optimizer.
+        """
+        return self.whole_optimizer_states([self.optimizer])[0] if self.optimizer is not None else {}
+
+    def whole_optimizer_states(self, parts: Sequence[Optimizer]) -> list[dict[str, Any]]:
+        """As `whole_optimizer_state`, of each of the optimizers that this one is made of."""
+        held = [(parameter, kept) for kept in self._parked.values() for parameter in kept.trainable]
+        for parameter, kept in held:
+            self._give_back(parameter, kept)
+        try:
+            return [part.state_dict() for part in parts]
+        finally:
+            for parameter, kept in held:
+                self._park(parameter, kept)
+
+    def state_dict(self, optimizer_state: bool = True) -> dict[str, Any]:
+        """What is frozen and what a thaw will need, by name: plain values and tensors (the parked ones themselves).
+
+        Args:
+            optimizer_state: False leaves parked optimizer state out; see `whole_optimizer_state`.
+        """
         modules = {module: name for name, module in self.model.named_modules()}
         parameters = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parked = [
@@ -173,8 +196,8 @@ class Freezer:
                 "model_training": kept.model_training,
                 "training": {modules[module]: mode for module, mode in kept.training.items()},
                 "trainable": [parameters[id(parameter)] for parameter in kept.trainable],
-                "state": {parameters[key]: state for key, state in kept.state.items()},
             }
+            | ({"state": {parameters[key]: state for key, state in kept.state.items()}} if optimizer_state else {})
             for layer, kept in self._parked.items()
         ]
         return {"parked": parked}
@@ -191,7 +214,8 @@ class Freezer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Freeze exactly what was frozen then, with the optimizer state that was parked then; thaw what was not.
 
-        Which group a parameter belongs to is what the optimizer says now.
+        Which group a parameter belongs to is what the optimizer says now. A state without optimizer state parks what
+        the optimizer holds now.
 
         Raises:
             LayerError: when a layer, a module or a parameter of the state does not exist here.
@@ -210,8 +234,9 @@ class Freezer:
                 parameter.requires_grad_(False)
                 parameter.grad = None
                 self._park(parameter, kept)
-            kept.state = {}
-            for name, values in entry["state"].items():
+            if "state" in entry:
+                kept.state = {}
+            for name, values in entry.get("state", {}).items():
                 on_cpu, group = self.park_state == "cpu", self._group_of(id(parameters[name]), kept)
                 counted_there = group.get("capturable") or group.get("fused")
                 device = torch.device("cpu") if on_cpu else parameters[name].device

@@ -3,7 +3,7 @@
 A *layer module* is a segment of the model between two cut points, front (input) to back (head). Cuts are
 proved by replay (`tracing.is_good_cut`), so none lies inside a skip connection. A segment starts with a
 module that owns weights (convolution, linear, embedding, attention); norms, activations and pooling go
-with the segment before them.
+with the segment before them. The file is one piece because cutting and naming what was cut is one walk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from egeria_lab.algorithms.ownership import parameter_owners
 from egeria_lab.algorithms.tracing import Call, is_good_cut, record, undisturbed
 from egeria_lab.errors import LayerError, unknown_name
 from egeria_lab.tables import html_table, text_table
+
+MOST_NAMED = 4
+"""Modules named in a note."""
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +258,7 @@ def _segments(model: nn.Module, calls: list[Call], cuts: list[int], run: Callabl
                 output=calls[ends[index]].module,
                 modules=inside,
                 parameters=parameters,
-                note="shares weights with a later layer" if shared else "",
+                note=_note(shared, _beside(main, inside, names)),
             )
         )
     return _unique(result)
@@ -278,6 +281,25 @@ def _main_module(inside: list[nn.Module], names: dict[nn.Module, str]) -> nn.Mod
         return None
     order = list(names)
     return min(with_weights, key=lambda m: (names[m].count("."), order.index(m)))
+
+
+def _beside(main: nn.Module | None, inside: list[nn.Module], names: dict[nn.Module, str]) -> list[str]:
+    """Other outermost modules with weights in the same segment, by name."""
+    held = sorted((names[m] for m in inside if any(p.dim() >= 2 for p in m.parameters())), key=len)
+    outermost = [name for i, name in enumerate(held) if not any(name.startswith(f"{other}.") for other in held[:i])]
+    order = list(names.values())
+    return sorted((n for n in outermost if main is None or n != names[main]), key=order.index)
+
+
+def _note(shared: bool, beside: list[str]) -> str:
+    parts = ["shares weights with a later layer"] if shared else []
+    if beside:
+        more = f" and {len(beside) - MOST_NAMED} more" if len(beside) > MOST_NAMED else ""
+        parts.append(
+            f"holds {', '.join(beside[:MOST_NAMED])}{more} too: no cut between them, as what follows needs more than "
+            "one output"
+        )
+    return "; ".join(parts)
 
 
 def _title(module: nn.Module | None) -> str:

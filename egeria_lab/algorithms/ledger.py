@@ -41,6 +41,7 @@ class Ledger:
         worker_seconds: processor time that the reference spent beside the training thread.
         waited_seconds: time the training thread waited for it; part of the book's monitoring time.
         cache: figures of the activation cache by name, or None when there is none.
+        exchange: bytes of gradients between ranks by name, or None in a single process.
         run: FLOPs of the run on paper, technique by technique; needed to show `sieve` and `sparsity`.
         sieve: what a sieve did, or None when there is none.
         sparsity: what sparse training did, or None when nothing is sparse.
@@ -56,6 +57,7 @@ class Ledger:
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
     cache: Mapping[str, float] | None = None
+    exchange: Mapping[str, float] | None = None
     run: RunFlops | None = None
     sieve: SieveFigures | None = None
     sparsity: SparsityFigures | None = None
@@ -190,6 +192,7 @@ class Ledger:
             **parts_to_dict(self.sieve, self.sparsity, self.run, self.paper_memory),
             "why": why,
             "cache": None if self.cache is None else dict(self.cache),
+            "exchange": None if self.exchange is None else dict(self.exchange),
             "layers": [
                 {
                     "name": layer.name,
@@ -237,8 +240,21 @@ class Ledger:
                 f"{self.layers[-1].name}, the head, and every forward pass remain; only a cache saves more",
             ],
             *self._cache_rows(),
+            *self._exchange_rows(),
             *self._part_rows(),
         ]  # fmt: skip
+
+    def _exchange_rows(self) -> list[list[str]]:
+        if self.exchange is None or not self.exchange["full_bytes"]:
+            return []
+        sent, full = self.exchange["bytes"], self.exchange["full_bytes"]
+        now, all_of_it = self.exchange["step_bytes"], self.exchange["full_step_bytes"]
+        why = (
+            f"{amount(now, 'B')} of gradients a step on each of {int(self.exchange['ranks'])} ranks now, "
+            f"{amount(all_of_it, 'B')} with nothing frozen; wrapped anew {int(self.exchange['rewraps'])} times, "
+            f"{self.exchange['rewrap_seconds']:.2f} s in all"
+        )
+        return [["gradient exchange", percent(1 - now / all_of_it), percent(1 - sent / full), amount(sent, "B"), why]]
 
     def _cache_rows(self) -> list[list[str]]:
         if self.cache is None:

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from egeria_lab.benchmarks import cache, overhead, reference, spfde
+from egeria_lab.benchmarks import (
+    cache,
+    dashboard,
+    ddp,
+    faults,
+    finetune,
+    freezing,
+    memory,
+    overhead,
+    reference,
+    scale,
+    spfde,
+)
 from egeria_lab.benchmarks.harness import Result
 from egeria_lab.errors import unknown_name
 
 SUITES: dict[str, tuple[Callable[[bool], Result], str]] = {
     "overhead": (overhead.run, "our step against a hand-written loop, with and without plasticity readings"),
     "reference": (reference.run, "int8 against float32 reference: speed, rank correlation, freeze order"),
+    "memory": (memory.run, "what autograd keeps for the backward pass as layers freeze"),
+    "scale": (scale.run, "how what we add grows with layers, weights, samples and history"),
+    "freezing": (freezing.run, "every way of freezing, sieving and caching on the clock: same budget, time to target"),
     "spfde": (spfde.run, "SpFDE, its parts, other sparse training and controls: accuracy, FLOPs, memory, time"),
+    "dashboard": (
+        dashboard.run,
+        "what-if, traffic, training beside the dashboard, commands; in a browser where there is one",
+    ),
     "cache": (cache.run, "a step with a frozen front: no cache, cold cache, warm cache"),
+    "finetune": (
+        finetune.run,
+        "a pretrained EfficientNet-Lite0: plain, with plasticity, with plasticity and cache: accuracy and time",
+    ),
+    "ddp": (ddp.run, "1, 2 and 4 processes: bytes and time that frozen layers spare, and the model that predicts it"),
+    "faults": (
+        faults.run,
+        "kills at random moments, a very long run, steering from four threads: what is lost or grows",
+    ),
 }
 
 

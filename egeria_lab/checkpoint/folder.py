@@ -5,18 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import IO
 
 from egeria_lab.checkpoint.file import read, write
+from egeria_lab.checkpoint.lock import RunLock
 from egeria_lab.checkpoint.tree import Tree
 from egeria_lab.errors import CheckpointError, require
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # not on Windows: there an open file cannot be deleted, which is lock enough
-    fcntl = None
 
 SUFFIX = ".ckpt"
 LEFT = "left-"
@@ -48,10 +41,10 @@ class RunFolder:
         require(whole, "Session", "keep_checkpoints", keep, "a whole number >= 1")
         self.path = Path(path)
         self.keep = keep
-        self._lock: IO[str] | None = None
+        self._lock: RunLock | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / "lock")
+            self._lock = RunLock(self.path)
             for half in self.path.glob(f".*{SUFFIX}.*.tmp"):  # of a process that was killed while it wrote
                 half.unlink()
         except OSError as error:
@@ -116,24 +109,3 @@ def latest(path: str | os.PathLike[str]) -> tuple[Path, Tree, list[str]]:
 def _step_of(path: Path) -> int:
     digits = path.name.removeprefix("step-").removesuffix(SUFFIX)
     return int(digits) if digits.isascii() and digits.isdigit() else -1
-
-
-def _locked(path: Path) -> IO[str]:
-    """An open, locked file; the system gives the lock back when the process ends, however it ends."""
-    file = path.open("a+", encoding="utf-8")
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            holder = file.read(100).strip() or "another process"
-            file.close()
-            raise CheckpointError(
-                f"the run directory {str(path.parent)!r} is in use by {holder}: close that session, or give this one "
-                "a directory of its own."
-            ) from error
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()}")
-    file.flush()
-    return file

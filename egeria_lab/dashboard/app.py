@@ -24,7 +24,8 @@ from egeria_lab.dashboard.static_view import static_html
 
 SCRIPTS = (
     "data.js", "link.js", "theme.js", "plot.js", "plasticity.js", "loss.js", "timeline.js",
-    "savings.js", "sieve.js", "sparsity.js", "whatif.js", "controls.js", "dashboard.js",
+    "savings.js", "sieve.js", "sparsity.js", "race.js", "whatif.js", "attribution.js",
+    "controls.js", "dashboard.js",
 )  # fmt: skip
 """The page's parts, in the order in which they are joined into one module."""
 
@@ -67,6 +68,7 @@ class Dashboard(anywidget.AnyWidget):
     ledger = traitlets.Dict().tag(sync=True)
     sieve = traitlets.Dict().tag(sync=True)
     pictures = traitlets.Dict().tag(sync=True)
+    race = traitlets.Dict().tag(sync=True)
     panels: Any = traitlets.List().tag(sync=True)
     notice = traitlets.Unicode().tag(sync=True)
     snapshot = traitlets.Unicode().tag(sync=True)

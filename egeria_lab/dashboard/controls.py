@@ -22,18 +22,19 @@ from egeria_lab.commands import (
     Override,
     PinLayer,
     Receipt,
+    Redo,
     Reset,
     Restore,
     ThawLayer,
+    Undo,
     UnpinLayer,
 )
 from egeria_lab.config import LEARNING_RATE
-from egeria_lab.dashboard.summary import SessionView, SettingRow
+from egeria_lab.dashboard.setting_sliders import SettingControl
+from egeria_lab.dashboard.summary import SessionView
+from egeria_lab.dashboard.undo_words import Ring
 from egeria_lab.errors import EgeriaLabError, InvalidSettingError
 from egeria_lab.events import Event, RunFailed, RunPaused, RunResumed, RunStarted, RunStopped
-
-PRIMARY_SETTING = "freeze.tolerance"
-"""The setting that stands in the open; the others are folded away under "more"."""
 
 LAYER_COMMANDS: dict[str, Callable[..., Command]] = {
     "freeze": FreezeLayer,
@@ -46,6 +47,8 @@ LAYER_COMMANDS: dict[str, Callable[..., Command]] = {
 SAMPLE_COMMANDS: dict[str, Callable[..., Command]] = {"discard": Discard, "restore": Restore}
 """What the buttons of a sample put."""
 
+MEMORY_COMMANDS: dict[str, Callable[..., Command]] = {"undo": Undo, "redo": Redo}
+
 RUN_WISHES = ("play", "pause", "stop", "step")
 MOST_IDS = 10_000
 """A page may ask for so many samples at once."""
@@ -54,26 +57,13 @@ NUM_REMEMBERED = 64
 """How many landed commands are reported to the page; a page asks for its own by number."""
 
 
-class SettingControl(SettingRow, Protocol):
-    """One row of `session.settings()`, with what a slider needs besides."""
-
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-    @property
-    def log_scale(self) -> bool: ...
-    @property
-    def integer(self) -> bool: ...
-    @property
-    def applies(self) -> str: ...
-
-
 class LiveSession(SessionView, Protocol):
     """What the dashboard needs of a session: to read it, to put commands, to start and stop it."""
 
     @property
     def commands(self) -> CommandQueue: ...
+    @property
+    def undo_ring(self) -> Ring: ...
     @property
     def steps_per_epoch(self) -> int: ...
     def settings(self) -> Iterable[SettingControl]: ...
@@ -122,8 +112,9 @@ class Controls:
         Args:
             request: ``{"do": "freeze" | "thaw" | "pin" | "unpin", "layer"}``,
                 ``{"do": "set", "name", "value", "layer"}``, ``{"do": "reset", "name", "layer"}``,
-                ``{"do": "extend", "epochs"}``, ``{"do": "halve_rate"}``, ``{"do": "discard" | "restore", "ids"}`` or
-                ``{"do": "play" | "pause" | "stop" | "step"}``, each with the page's own ``"number"``.
+                ``{"do": "extend", "epochs"}``, ``{"do": "halve_rate"}``, ``{"do": "discard" | "restore", "ids"}``,
+                ``{"do": "undo" | "redo"}`` or ``{"do": "play" | "pause" | "stop" | "step"}``, each with the page's own
+                ``"number"``.
         """
         number = str(request.get("number", ""))
         try:
@@ -189,6 +180,8 @@ class Controls:
         if wish in SAMPLE_COMMANDS:
             ids = _sample_ids(request["ids"])
             return f"samples:{ids[0]}", SAMPLE_COMMANDS[wish](ids=ids, by="dashboard")
+        if wish in MEMORY_COMMANDS:
+            return wish, MEMORY_COMMANDS[wish](by="dashboard")
         if wish == "extend":
             return "extend", Extend(epochs=self._number("epochs", request["epochs"]), by="dashboard")
         if wish == "halve_rate":
@@ -245,35 +238,6 @@ def step_once(session: LiveSession) -> None:
 
     end = session.events.subscribe(on_event)
     session.resume()
-
-
-def describe_settings(session: LiveSession) -> list[dict[str, object]]:
-    """Every setting that may change mid-run, as the page needs it to draw a slider.
-
-    Returns:
-        For each: name, value, default, range, unit, scale, when it applies, one line of help, whether it is
-        folded away, and under ``"layers"`` the layers' own values where they differ from the common one.
-    """
-    rows: list[dict[str, object]] = []
-    for row in session.settings():
-        if not isinstance(row.value, (int, float)) or isinstance(row.value, bool):
-            continue
-        rows.append(
-            {
-                "name": row.name, "value": row.value, "default": row.default, "low": row.low,
-                "high": row.high, "unit": row.unit, "log": row.log_scale, "integer": row.integer,
-                "per_layer": row.per_layer, "applies": row.applies, "help": row.help,
-                "primary": row.name == PRIMARY_SETTING, "layers": _own_values(session, row),
-            }
-        )  # fmt: skip
-    return rows
-
-
-def _own_values(session: LiveSession, row: SettingControl) -> dict[str, object]:
-    if not row.per_layer:
-        return {}
-    values = {layer.name: session.setting(row.name, layer=layer.name) for layer in session.layers}
-    return {name: value for name, value in values.items() if value != row.value}
 
 
 def _sample_ids(given: object) -> tuple[int, ...]:

@@ -12,13 +12,17 @@ from dataclasses import asdict
 
 import numpy as np
 
-from egeria_lab.dashboard.controls import LiveSession, describe_settings
+from egeria_lab.dashboard.controls import LiveSession
+from egeria_lab.dashboard.explainer import Explainer
 from egeria_lab.dashboard.frames import MOST_ROWS, Part, bounded
 from egeria_lab.dashboard.panels import PANELS, Panel, columns_needed
+from egeria_lab.dashboard.race import Race
 from egeria_lab.dashboard.saving_rows import number, saving_rows, watching_costs
 from egeria_lab.dashboard.series import HANDS, trailing_mean
+from egeria_lab.dashboard.setting_sliders import describe_settings
 from egeria_lab.dashboard.sieve_sheet import SieveSheet
 from egeria_lab.dashboard.tuner import Tuner
+from egeria_lab.dashboard.undo_words import undo_state
 from egeria_lab.events import (
     EpochFinished,
     Event,
@@ -88,6 +92,9 @@ class Feed:
     Args:
         session: what is watched; nothing here changes it.
         panels: whose columns are sent.
+
+    Attributes:
+        tuner, explainer, race: answer what a page asks for besides.
     """
 
     def __init__(self, session: LiveSession, panels: Iterable[type[Panel]] = PANELS) -> None:
@@ -102,7 +109,7 @@ class Feed:
         self._is_anew = False
         self._flops = (0, 0.0)  # FLOPs of so many first rows of the table of steps
         self._sheet = SieveSheet(session)
-        self.tuner = Tuner(session)
+        self.tuner, self.explainer, self.race = Tuner(session), Explainer(session), Race(session)
 
     @property
     def sieve_moved(self) -> bool:
@@ -158,7 +165,7 @@ class Feed:
         if self._settings is None:
             self._settings = describe_settings(self._session)
         return {
-            "status": self._status(),
+            "status": self.status(),
             "layers": self._layers(),
             "settings": self._settings,
             "words": list(self._words),
@@ -222,7 +229,8 @@ class Feed:
             self._words.pop()  # said again at every reading: once is enough
         self._words.append(said)
 
-    def _status(self) -> dict[str, object]:
+    def status(self) -> dict[str, object]:
+        """Where the run stands, in numbers and in one line."""
         session = self._session
         layers = list(session.layers)
         frozen = sum(row.state == "frozen" for row in layers)
@@ -234,6 +242,7 @@ class Feed:
             "device": str(session.device),
             "text": status_line(session, frozen, len(layers)),
             "error": "" if session.error is None else _first_line(session.error),
+            **undo_state(session.undo_ring),
         }
 
     def _layers(self) -> list[dict[str, object]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from egeria_lab.dashboard.explainer import METHODS
+
 AXIS_COLUMNS = ("epoch", "samples", "flops", "elapsed_seconds")
 """Columns of the table ``steps`` from which the page knows where a step lies on its other x axes."""
 
@@ -22,12 +24,14 @@ class Panel:
         hint: one line for somebody who sees the panel for the first time.
         needs: table name → columns, besides the step, which is always sent. The feed makes ``loss_mean``
             and ``accuracy_mean``, and ``flops``, the work up to each step.
+        choices: names that the page offers in this panel, or none.
     """
 
     key: ClassVar[str]
     title: ClassVar[str]
     hint: ClassVar[str]
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    choices: ClassVar[tuple[str, ...]] = ()
 
 
 class PlasticityPanel(Panel):
@@ -79,8 +83,19 @@ class WhatIfPanel(Panel):
 
     key = "whatif"
     title = "What if?"
-    hint = "Move a setting: the lower bar of each layer shows when it would have been frozen. Nothing is trained."
+    hint = (
+        "Move a setting: the lower bar of each layer shows when it would have been frozen. A fork tries it in earnest."
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"lanes": ("layer", "kind", "by")}
+
+
+class AttributionPanel(Panel):
+    """What the model of this step looks at in some samples, by Captum, and how much flows through each layer."""
+
+    key = "attribution"
+    title = "Attribution"
+    hint = "Why the model says what it says of a sample: its inputs, and the layers. Works while the run stands still."
+    choices = METHODS
 
 
 class SievePanel(Panel):
@@ -105,6 +120,7 @@ class SparsityPanel(Panel):
 
 PANELS: tuple[type[Panel], ...] = (
     PlasticityPanel, TimelinePanel, LossPanel, WhatIfPanel, SparsityPanel, SavingsPanel, SievePanel,
+    AttributionPanel,
 )  # fmt: skip
 """All panels, in the order in which the page shows them."""
 
@@ -123,6 +139,8 @@ def columns_needed(panels: Iterable[type[Panel]] = PANELS) -> dict[str, tuple[st
     return {table: tuple(columns) for table, columns in union.items()}
 
 
-def describe(panels: Iterable[type[Panel]] = PANELS) -> list[dict[str, str]]:
+def describe(panels: Iterable[type[Panel]] = PANELS) -> list[dict[str, object]]:
     """What the page must know of the panels to lay them out."""
-    return [{"key": panel.key, "title": panel.title, "hint": panel.hint} for panel in panels]
+    return [
+        {"key": panel.key, "title": panel.title, "hint": panel.hint, "choices": list(panel.choices)} for panel in panels
+    ]

@@ -9,44 +9,29 @@ from __future__ import annotations
 
 import base64
 import contextvars
-import gzip
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Protocol
 
 from egeria_lab.dashboard.controls import Controls
 from egeria_lab.dashboard.feed import Feed
 from egeria_lab.dashboard.frames import pack
+from egeria_lab.dashboard.outlet import Outlet
+from egeria_lab.dashboard.plotly_bundle import packed_plotly
+from egeria_lab.dashboard.slow_state import SlowState
 from egeria_lab.events import Event, RunFailed, RunPaused, RunStopped
 
 MOST_HZ = 4.0
 ANSWERS_HZ = 2.0
 QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
 GONE_SECONDS = 10.0  # no answer for this long: the page is gone, say nothing until it speaks again
-LEDGER_SECONDS = 2.0
+RACE_SECONDS = 2.0
 SETTLE_SECONDS = 2.0  # after a run event the state may follow a moment later: look again until then
 RESTING = ("idle", "paused", "stopped", "finished", "failed")
 
 Message = Mapping[str, object]
-
-
-class Outlet(Protocol):
-    """Where the publisher's words go: the widget, or a list in a test."""
-
-    def send(self, content: dict[str, object], buffers: list[bytes]) -> None: ...
-    def update(self, **traits: object) -> None: ...
-    def rest(self, state: str) -> None: ...
-
-
-@cache
-def packed_plotly() -> bytes:
-    """plotly.js of the installed plotly package, gzip'ed (1.5 MB)."""
-    return gzip.compress(files("plotly").joinpath("package_data/plotly.min.js").read_bytes(), 6)
 
 
 @dataclass
@@ -94,11 +79,13 @@ class Publisher:
         self._views: dict[str, View] = {}
         self._full_due = self._plotly_due = self._as_text = False
         self._seq = self._answered = 0
-        self._sent_at = self._unanswered_since = self._next_ledger = self._next_sheet = -1e9
+        self._sent_at = self._unanswered_since = -1e9
         self._settle_until = clock() + SETTLE_SECONDS
         self._rested_as: str | None = None
-        self._cost = CostMeter()
         self._questions: dict[str, Message] = {}  # of each view the newest: the others nobody waits for
+        self._answers: deque[dict[str, object]] = deque(maxlen=100)  # found by another thread, sent by this one
+        self._race_told, self._race_at = 0, -1e9
+        self._slow = SlowState(feed, controls, outlet, clock)
         self._unsubscribe = feed.session.events.subscribe(self._on_event)
 
     # -- from any thread ---------------------------------------------------------------------------------
@@ -110,8 +97,9 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and the subscription; calling it twice is harmless."""
+        """End the thread, the subscription and a fork that trains; calling it twice is harmless."""
         self._closed = True
+        self._feed.race.stop()
         self._unsubscribe()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -126,6 +114,8 @@ class Publisher:
         """Take a page's message; a request becomes a command at once, the rest waits for the thread."""
         if message.get("kind") == "do":
             self._controls.handle(message)
+        elif message.get("kind") == "race":
+            self._feed.race.start(message) if message.get("steps") else self._feed.race.stop()
         self._mail.append(message)
         self._wake.set()
 
@@ -147,7 +137,7 @@ class Publisher:
             except Exception as error:  # a fault in watching is shown, and never reaches training
                 notice, delay = f"Dashboard: {type(error).__name__}: {error}", 1.0
             self._outlet.update(notice=notice)
-            self._cost.note(self._feed.session.state == "running")
+            self._slow.cost.note(self._feed.session.state == "running")
             self._wake.wait(delay)
             self._wake.clear()
 
@@ -163,11 +153,12 @@ class Publisher:
         if self._plotly_due:
             self._send_plotly()
         self._answer()
+        self._show_race(now)
         resting = self._come_to_rest(now)
         if not self._looked_at(now):
             if self._full_due:
                 self._send_frame(now)  # a hidden page asked: answer once
-            return 0.25 if not resting else None
+            return None if resting and not self._race_goes_on() else 0.25
         due = self._sent_at + self._interval(now)
         if self._full_due or (now >= due and self._may_send(now)):
             self._send_frame(now)
@@ -191,6 +182,8 @@ class Publisher:
             self._as_text = self._as_text or bool(message.get("as_text"))
         elif kind == "whatif":
             self._questions[name] = message
+        elif kind == "attribute":
+            self._explain(name, message)
         if kind in ("hello", "view"):
             self._answered = self._seq  # what was under way no longer counts: a page asks for what it lacks
         self._answered = max(self._answered, int(_positive(message.get("seq"), 0)))
@@ -219,7 +212,7 @@ class Publisher:
 
     def _send_frame(self, now: float) -> None:
         parts = self._feed.full() if self._full_due else self._feed.delta()
-        self._show_state(now)
+        self._slow.tell(now)
         if parts or self._full_due:
             if self._seq == self._answered:
                 self._unanswered_since = now
@@ -229,21 +222,11 @@ class Publisher:
         self._full_due = False
         self._sent_at = now
 
-    def _show_state(self, now: float) -> None:
-        self._outlet.update(**self._feed.state(), commands=self._controls.report())
-        if now >= self._next_ledger or (now >= self._next_sheet and self._feed.sieve_moved):
-            before = self._clock()
-            self._outlet.update(ledger=self._feed.ledger(self._cost.fraction), **self._feed.sieve())
-            spent = self._clock() - before
-            self._next_ledger = now + max(LEDGER_SECONDS, 100 * spent)
-            self._next_sheet = now + 20 * spent
-
     def _come_to_rest(self, now: float) -> bool:
         """When a run pauses or ends, leave a picture that needs no kernel; True when nothing is to follow."""
         state = self._feed.session.state
         if state in RESTING and state != self._rested_as and self._feed.session.steps_done:
-            self._next_ledger = -1e9
-            self._show_state(now)
+            self._slow.tell(now, whole=True)
             self._outlet.rest(state)
         self._rested_as = state if state in RESTING else None
         return now >= self._settle_until
@@ -255,6 +238,30 @@ class Publisher:
             answer = self._feed.tuner.answer(question)
             self._outlet.send({"kind": "answer", "view": view, "number": question.get("number"), "answer": answer}, [])
 
+        while self._answers:
+            self._outlet.send(self._answers.popleft(), [])
+
+    def _explain(self, view: str, message: Message) -> None:
+        """Have some samples explained elsewhere; the answer comes back through this thread."""
+
+        def tell(answer: dict[str, object]) -> None:
+            number = message.get("number")
+            self._answers.append({"kind": "explained", "view": view, "number": number, "answer": answer})
+            self._wake.set()
+
+        self._feed.explainer.ask(message, tell)
+
+    def _race_goes_on(self) -> bool:
+        return self._feed.race.trains or self._feed.race.version != self._race_told
+
+    def _show_race(self, now: float) -> None:
+        """Where a fork that trains beside the run stands, every two seconds and when it ends."""
+        race = self._feed.race
+        is_due = now >= self._race_at + RACE_SECONDS if race.trains else race.version != self._race_told
+        if is_due:
+            self._race_told, self._race_at = race.version, now
+            self._outlet.update(race=race.state())
+
     def _send_plotly(self) -> None:
         self._plotly_due = False
         if self._as_text:
@@ -262,28 +269,6 @@ class Publisher:
             self._outlet.send({"kind": "plotly", "text": [text]}, [])
         else:
             self._outlet.send({"kind": "plotly"}, [packed_plotly()])
-
-
-class CostMeter:
-    """The publisher's processor time as a share of the time that training runs.
-
-    Attributes:
-        fraction: the share so far, >= 0, or None before training has run beside the publisher.
-    """
-
-    def __init__(self) -> None:
-        self.fraction: float | None = None
-        self._cpu_seconds = self._wall_seconds = 0.0
-        self._last: tuple[float, float] | None = None
-
-    def note(self, running: bool) -> None:
-        """Count the time since the last call if training ran meanwhile; on the publisher's thread."""
-        now = (time.thread_time(), time.monotonic())
-        if running and self._last is not None:
-            self._cpu_seconds += now[0] - self._last[0]
-            self._wall_seconds += now[1] - self._last[1]
-            self.fraction = self._cpu_seconds / self._wall_seconds if self._wall_seconds > 0 else None
-        self._last = now if running else None
 
 
 def _positive(value: object, otherwise: float) -> float:

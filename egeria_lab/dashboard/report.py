@@ -74,8 +74,15 @@ def write_report(session: SessionView, path: str | os.PathLike[str], *, x: str =
         ...     write_report(Session("mlp", "digits"), f"{folder}/run.html").name
         'run.html'
     """
-    target = check_destination(path)
-    page = render_report(session, x=x)
+    return write_whole(check_destination(path), render_report(session, x=x))
+
+
+def write_whole(target: Path, page: str) -> Path:
+    """Write a page beside its target under another name, then rename it: a reader never meets half of it.
+
+    Raises:
+        EgeriaLabError: when it cannot be written.
+    """
     part = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_text(page, encoding="utf-8")
@@ -137,26 +144,30 @@ def render_report(session: SessionView, *, x: str = "steps") -> str:
     history, events, layers = session.history, list(session.events), list(session.layers)
     ledger = session.savings().to_dict()
     sections = [
-        _figure("learning", learning_figure(history, events, x=x)),
-        _figure("plasticity", plasticity_figure(history, events, layers, x=x)),
-        _figure("timeline", timeline_figure(history, events, layers, x=x)),
-        f'<div class="pair">{_figure("savings", savings_figure(ledger))}'
-        f"{_figure('savings-over-time', savings_over_time_figure(history, x=x))}</div>",
+        figure_section("learning", learning_figure(history, events, x=x)),
+        figure_section("plasticity", plasticity_figure(history, events, layers, x=x)),
+        figure_section("timeline", timeline_figure(history, events, layers, x=x)),
+        f'<div class="pair">{figure_section("savings", savings_figure(ledger))}'
+        f"{figure_section('savings-over-time', savings_over_time_figure(history, x=x))}</div>",
         *_technique_sections(session, x),
-        _section("Savings, and the reason for each zero", _savings_table(saving_rows(ledger))),
-        _section("Layers", _scroll(html_table(*layer_rows(layers, ledger)), "wide")),
-        _section("What happened", _event_table(events)),
-        _section("Settings", _scroll(html_table(*setting_rows(session, layers)))),
-        _section("Versions", _scroll(html_table(["what", "version"], _versions(session)))),
+        section("Savings, and the reason for each zero", _savings_table(saving_rows(ledger))),
+        section("Layers", scroll(html_table(*layer_rows(layers, ledger)), "wide")),
+        section("What happened", _event_table(events)),
+        section("Settings", scroll(html_table(*setting_rows(session, layers)))),
+        section("Versions", scroll(html_table(["what", "version"], _versions(session)))),
     ]
-    title = html.escape(session.name)
+    return page_of(f"{session.name}: layer freezing report", _header(session, ledger) + "".join(sections))
+
+
+def page_of(title: str, body: str) -> str:
+    """A whole page around some sections with figures, with plotly.js in it: it loads nothing."""
+    theme = THEME_SCRIPT.replace("__THEMES__", json.dumps(THEMES))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}: layer freezing report</title><style>{CSS}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body><main>{_header(session, ledger)}"
-        f"{''.join(sections)}</main><script>{THEME_SCRIPT.replace('__THEMES__', json.dumps(THEMES))}</script>"
-        "</body></html>\n"
+        f"<title>{html.escape(title)}</title><style>{CSS}</style>"
+        f"<script>{get_plotlyjs()}</script></head><body><main>{body}</main>"
+        f"<script>{theme}</script></body></html>\n"
     )
 
 
@@ -164,12 +175,12 @@ def _technique_sections(session: SessionView, x: str) -> list[str]:
     """What runs beside freezing, as far as it is on."""
     sections = []
     if len(session.history.sparsity):
-        sections.append(_figure("sparsity", sparsity_figure(session.history, session.layers, x=x)))
+        sections.append(figure_section("sparsity", sparsity_figure(session.history, session.layers, x=x)))
     sheet = SieveSheet(session)
     state = sheet.state()
     if len(session.history.sieve) or state:
-        sections.append(_figure("sieve", sieve_figure(session.history, x=x)))
-        sections.append(_section("Samples", _contact_sheet(state, sheet.pictures())))
+        sections.append(figure_section("sieve", sieve_figure(session.history, x=x)))
+        sections.append(section("Samples", _contact_sheet(state, sheet.pictures())))
     return sections
 
 
@@ -193,7 +204,7 @@ def _contact_sheet(state: Mapping[str, Any], pictures: Mapping[str, str]) -> str
     why = f'<p class="note">{html.escape(state["why_no_histogram"])}</p>' if state.get("why_no_histogram") else ""
     table = html_table(["since the last exchange", "samples"], counts) if counts else ""
     both = f'<div class="pair"><div>{"".join(rows)}</div><div>{table}{why}</div></div>'
-    return both + _scroll(html_table(*sheet_table(groups)))
+    return both + scroll(html_table(*sheet_table(groups)))
 
 
 def _header(session: SessionView, ledger: Mapping[str, object]) -> str:
@@ -217,16 +228,18 @@ def _fault(error: BaseException) -> str:
     return f"The run failed: {type(error).__name__}: {error}. What was recorded until then is below."
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A titled part of a page."""
     return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
 
 
-def _scroll(body: str, kind: str = "") -> str:
+def scroll(body: str, kind: str = "") -> str:
     """A frame in which wide or long content scrolls; reachable by keyboard."""
     return f'<div class="scroll {kind}" tabindex="0">{body}</div>'
 
 
-def _figure(name: str, figure: go.Figure) -> str:
+def figure_section(name: str, figure: go.Figure) -> str:
+    """A part of a page that is one figure."""
     figure.update_layout(paper_bgcolor="rgba(0,0,0,0)")
     body = figure.to_html(
         full_html=False,
@@ -241,7 +254,7 @@ def _figure(name: str, figure: go.Figure) -> str:
 def _savings_table(rows: Iterable[SavingRow]) -> str:
     head = ["", "theoretical", "measured", "amount", "why"]
     cells = [[row.quantity, percent(row.theoretical), percent(row.measured), row.absolute, row.why] for row in rows]
-    return _scroll(html_table(head, cells))
+    return scroll(html_table(head, cells))
 
 
 def _event_table(events: list[Event]) -> str:
@@ -251,7 +264,7 @@ def _event_table(events: list[Event]) -> str:
     note = f'<p class="note">The first {left_out:,} events are left out.</p>' if left_out else ""
     if not cells:
         return '<p class="note">Nothing has happened yet.</p>'
-    return note + _scroll(html_table(["step", "event", "by", "in words"], cells))
+    return note + scroll(html_table(["step", "event", "by", "in words"], cells))
 
 
 def _versions(session: SessionView) -> list[list[str]]:

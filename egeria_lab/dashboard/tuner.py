@@ -12,7 +12,7 @@ from egeria_lab.dashboard.saving_rows import number
 from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import EgeriaLabError
 
-TUNED = ("tolerance", "window", "patience")
+TUNED = ("tolerance", "window", "patience", "interval_steps")
 """The settings of `Plasticity` that the tuner has a slider for."""
 
 MOST_SPANS = 1000

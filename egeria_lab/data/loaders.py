@@ -1,22 +1,26 @@
-"""Batches with stable sample ids, in an order that is a pure function of seed and epoch."""
+"""Batches with stable sample ids, in an order that is a pure function of seed and epoch.
+
+The file is one piece because ids, order and content of a batch are handed out in one place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from egeria_lab.config import derive_seed
 from egeria_lab.data.datasets import ArrayDataset
-from egeria_lab.data.epoch_order import Order, OwnOrder
+from egeria_lab.data.epoch_order import Order, OwnOrder, cut
 from egeria_lab.data.epoch_plans import EpochPlans
 from egeria_lab.data.loader_order import LoaderOrder
 from egeria_lab.data.private_generator import private_generator
+from egeria_lab.data.worker_start import interrupts_blocked
 from egeria_lab.errors import DataError
 
 
@@ -38,16 +42,30 @@ class Batch:
 
     Attributes:
         ids: int64 sample ids on the CPU, shape ``(b,)``; a sample keeps its id for the whole run.
-        content: what the data set's collate made of the samples, usually ``(inputs, targets)``.
+        content: what the data set's collate made of the samples, usually ``(inputs, targets)``; that of the first
+            part where the batch has parts.
         views: which of its finite set of augmentations each sample gets, int64, shape ``(b,)``; or None.
+        parts: the batches that go through the model one after the other for one update (gradient accumulation), or
+            none where the whole batch does.
+        whole: ids of the global batch that this one is a part of, where several ranks train; or None.
     """
 
     ids: Tensor
     content: Any
     views: Tensor | None = None
+    parts: tuple[Batch, ...] = ()
+    whole: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.ids.numel())
+
+    def split(self) -> list[Batch]:
+        """The parts with their views; the batch itself where it has none."""
+        if not self.parts:
+            return [self]
+        sizes = [len(part) for part in self.parts]
+        views = [None] * len(sizes) if self.views is None else torch.split(self.views, sizes)
+        return [Batch(part.ids, part.content, view) for part, view in zip(self.parts, views, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +80,29 @@ class _Fetch:
     collate: Callable[[list[Any]], Any]
     seed: int
     epoch: int
+    part_size: int | None = None
 
     def __getitems__(self, place: tuple[int, list[int]]) -> Batch:
         position, ids = place
         with private_generator(derive_seed(self.seed, "samples", self.epoch, position)):
-            together = getattr(self.dataset, "__getitems__", None)
-            samples = together(ids) if together is not None else [self.dataset[i] for i in ids]
-            return Batch(torch.tensor(ids, dtype=torch.int64), self.collate(samples))
+            return in_parts(torch.tensor(ids, dtype=torch.int64), self.part_size, self._collated)
+
+    def _collated(self, ids: Tensor) -> Any:
+        together, numbers = getattr(self.dataset, "__getitems__", None), ids.tolist()
+        return self.collate(together(numbers) if together is not None else [self.dataset[i] for i in numbers])
+
+
+def in_parts(ids: Tensor, part_size: int | None, content_of: Callable[[Tensor], Any]) -> Batch:
+    """One batch of some samples, in parts of a size where there is one.
+
+    Example:
+        >>> [len(part) for part in in_parts(torch.arange(5), 2, lambda ids: ids).split()]
+        [2, 3]
+    """
+    if part_size is None:
+        return Batch(ids, content_of(ids))
+    parts = tuple(Batch(part, content_of(part)) for part in cut(ids, part_size, join=True))
+    return Batch(ids, parts[0].content, None, parts)
 
 
 def _as_is(batch: Any) -> Any:
@@ -86,10 +120,16 @@ class BatchSource:
         shuffle: False gives ids in order.
         role: ``"training"`` or ``"validation"``, for error messages.
         augment: decides the view of each sample in each epoch; applied by whoever trains.
+        accumulate: so many batches make one, in parts, for one update; the last one of an epoch may have fewer. A
+            loader with ``drop_last`` drops that one, so that all its parts are whole.
+
+    Attributes:
+        batch_size: samples for one update, all parts together.
+        part_size: samples that go through the model at once.
 
     Raises:
-        DataError: for empty or iterable-style data, a batch size larger than the data, or a loader without
-            batches of its own (``batch_size=None``).
+        DataError: for empty or iterable-style data, a batch size larger than the data, a loader without
+            batches of its own (``batch_size=None``), or one that composes its batches and shall accumulate.
 
     Example:
         >>> source = BatchSource(ArrayDataset(torch.arange(5.0)[:, None], torch.zeros(5).long()), 2, seed=0)
@@ -108,6 +148,7 @@ class BatchSource:
         shuffle: bool = True,
         role: str = "training",
         augment: Views | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.loader = data if isinstance(data, DataLoader) else None
         self.dataset: Any = data.dataset if self.loader is not None else data
@@ -115,18 +156,22 @@ class BatchSource:
         self.shuffle = shuffle
         self.role = role
         self.augment = augment
+        self.share: Callable[[Tensor], Tensor] | None = None
         _check_dataset(self.dataset, role)
-        self.batch_size = self._loader_batch_size() if self.loader is not None else batch_size
+        self.part_size = self._loader_batch_size() if self.loader is not None else batch_size
+        self.accumulate = accumulate
+        self.batch_size = self.part_size * accumulate
         self.num_samples = len(self.dataset)
         if role == "training" and self.batch_size > self.num_samples:
+            times = f" × accumulate={accumulate}" if accumulate > 1 else ""
             raise DataError(
-                f"batch_size={self.batch_size} is larger than the {role} set ({self.num_samples} samples); "
-                f"give a batch_size of at most {self.num_samples}."
+                f"batch_size={self.part_size}{times} is larger than the {role} set ({self.num_samples} samples); "
+                f"give a batch_size of at most {self.num_samples // accumulate}."
             )
         order: Order = (
             OwnOrder(self.num_samples, self.batch_size, seed, shuffle)
             if self.loader is None
-            else LoaderOrder(self.loader, self.num_samples, seed, role)
+            else LoaderOrder(_windowed(self.loader, accumulate), self.num_samples, seed, role)
         )
         self.plans = EpochPlans(order, self.num_samples, seed, role)
         if self.steps_per_epoch == 0:
@@ -183,6 +228,8 @@ class BatchSource:
             changes = self.plans.changes
             with closing(self._batches(number, position)) as batches:
                 for batch in batches:
+                    if self.share is not None:
+                        batch.whole = self.plans[number][position]
                     if self.augment is not None:
                         batch.views = self.augment.view_of(number, batch.ids)
                     yield batch
@@ -194,25 +241,39 @@ class BatchSource:
         """Ids and views of the batches of one epoch from position `start` on, without their content."""
         position = start
         while position < len(self.plans[number]):
-            ids = self.plans[number][position]
+            ids = self._own(self.plans[number][position])
             yield ids, self.augment.view_of(number, ids) if self.augment is not None else torch.zeros_like(ids)
             position += 1
 
     def _batches(self, number: int, start: int) -> Generator[Batch, None, None]:
         plan = self.plans[number]
+        part_size = self.part_size if self.accumulate > 1 else None
         if isinstance(self.dataset, ArrayDataset) and self.loader is None:
-            for ids in plan[start:]:
-                yield Batch(ids, self.dataset.gather(ids))
+            for ids in map(self._own, plan[start:]):
+                yield in_parts(ids, part_size, self.dataset.gather)
             return
-        places = [(position, ids.tolist()) for position, ids in enumerate(plan)][start:]
-        fetch = _Fetch(self.dataset, self._collate(), self.seed, number)
+        places = [(position, self._own(ids).tolist()) for position, ids in enumerate(plan)][start:]
+        fetch = _Fetch(self.dataset, self._collate(), self.seed, number, part_size)
         if self.loader is None or self.loader.num_workers == 0:
             for place in places:
                 yield fetch.__getitems__(place)
             return
-        with private_generator(derive_seed(self.seed, "workers", number)):
+        with private_generator(derive_seed(self.seed, "workers", number)), interrupts_blocked():
             batches = iter(self._worker_loader(fetch, places))
         yield from batches
+
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """Inside the block this rank reads every row."""
+        share, self.share = self.share, None
+        try:
+            yield
+        finally:
+            self.share = share
+
+    def _own(self, ids: Tensor) -> Tensor:
+        """This rank's ids of a batch."""
+        return ids if self.share is None else ids[self.share(ids)]
 
     def example(self, rows: int) -> Batch:
         """The first `rows` samples in order, for tracing and counting."""
@@ -250,6 +311,20 @@ class BatchSource:
             multiprocessing_context=self.loader.multiprocessing_context,
             timeout=self.loader.timeout,
         )
+
+
+def _windowed(loader: DataLoader[Any], accumulate: int) -> DataLoader[Any]:
+    """A loader of the same samples whose batches are so many of the given one's."""
+    if accumulate == 1:
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"accumulate={accumulate} cannot be used with this loader: its {type(loader.batch_sampler).__name__} "
+            "composes batches by a rule of its own, which windows would break; give it a sampler and a batch_size."
+        )
+    sampler, size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size * accumulate
+    wide = BatchSampler(sampler, size, loader.batch_sampler.drop_last)
+    return DataLoader(loader.dataset, batch_sampler=wide, generator=loader.generator)
 
 
 def _check_dataset(dataset: Any, role: str) -> None:

@@ -19,6 +19,7 @@ from egeria_lab.algorithms.sparse.masked_training import SparseTraining
 from egeria_lab.config import derive_seed
 from egeria_lab.engine.arguments import NOT_KEPT
 from egeria_lab.engine.budget import STEP_LIMIT
+from egeria_lab.engine.optimizer_set import kind_of
 from egeria_lab.engine.optimizer_state import RATES, same_groups
 from egeria_lab.engine.rules import ScheduleRule
 from egeria_lab.errors import InvalidSettingError
@@ -44,7 +45,7 @@ class Adoption:
         self._states: dict[str, Any] = tree["parts"]
         self._groups = tree["optimizer"]["groups"]
         self._step = int(tree["step"])
-        self._other_optimizer = tree["optimizer"]["kind"] != type(session.optimizer).__name__
+        self._other_optimizer = tree["optimizer"]["kind"] != kind_of(session.optimizer)
         self._fresh_rates = [{k: g[k] for k in RATES if k in g} for g in session.optimizer.param_groups]
         self.peak = self._wanted_peak()
         self._sieve_then = _kind_of_sieve(self._states)

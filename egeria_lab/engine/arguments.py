@@ -18,8 +18,18 @@ from egeria_lab.algorithms.sparse import methods as sparsity
 from egeria_lab.data import augment, cache_settings
 from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError, unknown_name
 
-NOT_KEPT = ("self", "run_dir", "save_every_steps", "save_every_minutes", "keep_checkpoints", "undo_bytes")
-"""Where a session is saved is decided when it is made or loaded, and by nothing that is read from a file."""
+NOT_KEPT = (
+    "self",
+    "paused",
+    "distributed",
+    "run_dir",
+    "save_every_steps",
+    "save_every_minutes",
+    "keep_checkpoints",
+    "undo_bytes",
+)
+"""Where a session is saved, and whether it waits to begin, is decided when it is made or loaded, and by nothing that
+is read from a checkpoint."""
 
 
 def _settings_in(*modules: ModuleType) -> dict[str, type[Any]]:
@@ -61,6 +71,8 @@ def rebuilt(description: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[d
     for name, what in description.items():
         if name in given:
             continue
+        if name in NOT_KEPT:
+            raise CheckpointError(f"the checkpoint says {name}=, which no checkpoint may decide; take one of ours.")
         if "own" in what:
             raise CheckpointError(
                 f"the checkpoint was made with {name}= of your own ({what['own']}), which is not saved: give it "
@@ -128,11 +140,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _made(name: str, what: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    kind, values, notes = SETTINGS.get(what.get("settings", "")), dict(what.get("fields", {})), []
-    if kind is None:
+    named, fields_of_it = what.get("settings"), what.get("fields", {})
+    kind = SETTINGS.get(named) if isinstance(named, str) else None
+    if kind is None or not isinstance(fields_of_it, Mapping):
         raise CheckpointError(
             f"the checkpoint has settings {what.get('settings')!r} for {name}= that are none of ours."
         )
+    values, notes = dict(fields_of_it), []
     if values.get("directory") is not None:
         values["directory"] = None  # a path in a file may not decide where files are written
         notes.append(f"Files of {name}= go to the place for temporary files; give {name}= again for another.")

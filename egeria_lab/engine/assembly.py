@@ -9,7 +9,9 @@ from egeria_lab import commands as c
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.sparse.settings import SparsitySettings
 from egeria_lab.data.activation_cache import ActivationCache
+from egeria_lab.distributed.group import Group, wanted
 from egeria_lab.engine.front_cache import FrontCache
+from egeria_lab.engine.ranks import Ranks
 from egeria_lab.engine.rules import ScheduleRule
 from egeria_lab.engine.schedules import Schedule, split_by_layer
 from egeria_lab.engine.sparsifying import Sparsifier
@@ -30,6 +32,11 @@ def make_cache(session: Any, settings: ActivationCache | None) -> FrontCache | N
     session.trainer.forward_pass = cache.run
     session._passes.on_begin = cache.announce
     return cache
+
+
+def make_ranks(session: Any, distributed: bool | str) -> Ranks | None:
+    """The ties to the other ranks, when this process is one of several that train the model; else None."""
+    return Ranks(session, Group(session.device.type)) if wanted(distributed) else None
 
 
 def make_schedule(session: Any, scheduler: Any, every: str) -> Schedule:

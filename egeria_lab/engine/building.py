@@ -21,7 +21,7 @@ from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data
 from egeria_lab.data.replay_check import is_replayable
 from egeria_lab.data.token_data import TokenData
-from egeria_lab.errors import DataError, InvalidSettingError, LayerError, require, unknown_name
+from egeria_lab.errors import DataError, InvalidSettingError, LayerError, is_number, require, unknown_name
 
 SPARSITIES = (MEST, SET, RigL, StaticSparsity)
 
@@ -36,6 +36,8 @@ def check_arguments(
     layers: Any = None,
     sieve: Any = None,
     sparsity: Any = None,
+    accumulate: Any = 1,
+    **switches: Any,
 ) -> None:
     """Raise for arguments of `Session` that are out of range, before anything is built.
 
@@ -44,9 +46,13 @@ def check_arguments(
     """
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
     require(whole, "Session", "batch_size", batch_size, "a whole number >= 1")
-    valid = epochs is None or (isinstance(epochs, (int, float)) and 0 < epochs < float("inf"))
+    whole = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1
+    require(whole, "Session", "accumulate", accumulate, "a whole number >= 1")
+    valid = epochs is None or (is_number(epochs) and epochs > 0)
     require(valid, "Session", "epochs", epochs, "a number > 0 or None")
     require(isinstance(seed, int) and not isinstance(seed, bool), "Session", "seed", seed, "a whole number")
+    for name, value in switches.items():
+        require(isinstance(value, bool), "Session", name, value, "True or False")
     known = freeze is None or isinstance(freeze, (Plasticity, Schedule, GradientNorm))
     require(known, "Session", "freeze", freeze, "lab.Plasticity(…), lab.Schedule(…), lab.GradientNorm(…) or None")
     is_list = layers is None or (isinstance(layers, (list, tuple)) and all(isinstance(name, str) for name in layers))

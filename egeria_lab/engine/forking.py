@@ -51,7 +51,7 @@ def fork(session: Any, make: Callable[..., Any], **changes: Any) -> Any:
         set_flags(own["model"], state.tree)
     if isinstance(arguments.get("data"), str):
         own["data"] = session.data  # loaded already
-    second = make(**{**arguments, "run_dir": None, **own, **changes})
+    second = make(**{**arguments, "run_dir": None, "paused": False, **own, **changes})
     try:
         notes = restore(second, state, asked=changes)
         note_changes(second, changes)
@@ -73,16 +73,19 @@ def _copied_together(session: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments.get("loss"), nn.Module):
         own["loss"] = copy.deepcopy(arguments["loss"], memo)
     optimizer = arguments.get("optimizer")
-    if isinstance(optimizer, Optimizer):
+    made = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if all(isinstance(one, Optimizer) for one in made):
         if "model" not in own:
             raise InvalidSettingError("a session with a model by name and a ready-made optimizer cannot be forked.")
         own["optimizer"] = copied = copy.deepcopy(optimizer, memo)
+        copies: list[Any] = list(copied) if isinstance(copied, (list, tuple)) else [copied]
+        groups = [group for one in copies for group in one.param_groups]
         for name, index in session._steering.freezer.places():  # frozen parameters have left their groups
             parameter = dict(own["model"].named_parameters())[name]
-            copied.param_groups[index]["params"].append(parameter)
+            groups[index]["params"].append(parameter)
         order = session._steering.freezer.order()
         names = {id(p): n for n, p in own["model"].named_parameters()}
-        for group in copied.param_groups:
+        for group in groups:
             group["params"].sort(key=lambda p: order.get(names.get(id(p), ""), 0))
     return own
 
@@ -108,8 +111,12 @@ class Exported(NamedTuple):
     state_dict: dict[str, Tensor]
 
 
-def export(session: Any) -> Exported:
+def export(session: Any, ema: bool = False) -> Exported:
     """The plain model: no hooks, no masks or re-parametrisations, dense weights under their usual names.
+
+    Args:
+        session: the session.
+        ema: take the running average of the weights.
 
     Example:
         >>> from egeria_lab.session import Session
@@ -119,7 +126,8 @@ def export(session: Any) -> Exported:
     """
     check_between_steps(session, "export()")
     with session._lock:
-        model = plain_copy(session.model, steady=False)
+        with session.trainer.lent_average(ema):
+            model = plain_copy(session.model, steady=False)
         parked = {name for entry in session._steering.freezer.state_dict()["parked"] for name in entry["trainable"]}
         trainable = {name for name, p in session.model.named_parameters() if p.requires_grad} | parked
     for name, parameter in model.named_parameters():

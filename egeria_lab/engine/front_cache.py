@@ -11,7 +11,7 @@ import torch
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.prefix import PrefixRunner
 from egeria_lab.data.activation_cache import ActivationCache, CachedPrefix, CacheStatistics
-from egeria_lab.data.cached_forward import CachedForward
+from egeria_lab.data.cached_forward import CachedForward, PrefixUse
 from egeria_lab.data.loaders import Batch, BatchSource
 from egeria_lab.data.replay_check import dataset_is_replayable
 from egeria_lab.engine.layer_board import LayerBoard
@@ -79,7 +79,8 @@ class FrontCache:
         )
         example = trainer.to_device(source.example(2).content)
         runner = PrefixRunner(trainer.model, layers, example, forward=trainer.run_model)
-        self._forward = CachedForward(runner, self._rows, source.batch_size, on_event=on_event)
+        self._forward = CachedForward(runner, self._rows, source.part_size, on_event=on_event)
+        self._uses: list[tuple[PrefixUse, int]] = []
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -93,6 +94,7 @@ class FrontCache:
         self._check_weights(boundary)
         views = batch.views if batch.views is not None else torch.zeros_like(batch.ids)
         outputs = self._forward(boundary if boundary >= 0 else None, batch.ids, views, content)
+        self._uses.append((self._forward.last, len(batch)))
         # Noted afterwards: proving a cut writes buffers back, and that is no change.
         self._versions = self._front_versions(boundary)
         return outputs
@@ -101,15 +103,11 @@ class FrontCache:
         """Tell which batches come next in an epoch, so that their rows are read ahead."""
         self._rows.announce(self.source.coming(epoch, start))
 
-    def computed_shares(self, rows: int) -> list[float]:
-        """Share of the last batch's rows for which each layer's forward pass really ran, in [0, …]."""
-        use = self._forward.last
-        shares = [1.0] * len(self.layers)
-        if use.boundary is not None:
-            for index in range(use.boundary + 1):
-                in_gap = use.from_boundary is not None and index > use.from_boundary
-                shares[index] = (use.computed + (use.from_earlier if in_gap else 0)) / rows
-        return shares
+    def computed_shares(self) -> list[float]:
+        """Share of the rows of the last step for which each layer's forward pass really ran, in [0, …]."""
+        uses, self._uses = self._uses, []
+        rows = sum(size for _, size in uses)
+        return [sum(_computed_rows(use, size, index) for use, size in uses) / rows for index in range(len(self.layers))]
 
     def invalidate(self, reason: str) -> None:
         """Forget every row: something in front of the cut is no longer what it was."""
@@ -150,6 +148,14 @@ class FrontCache:
     def _front_versions(self, boundary: int) -> tuple[int, ...]:
         front = self.layers[: boundary + 1]
         return tuple(t._version for layer in front for t in (*layer.parameters, *_buffers(layer.modules)))
+
+
+def _computed_rows(use: PrefixUse, rows: int, index: int) -> int:
+    """Rows of one forward pass for which one layer ran."""
+    if use.boundary is None or index > use.boundary:
+        return rows
+    in_gap = use.from_boundary is not None and index > use.from_boundary
+    return use.computed + (use.from_earlier if in_gap else 0)
 
 
 def _transforms(dataset: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,20 +117,23 @@ class LayerBoard:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _cells(self) -> list[list[str]]:
-        return [
-            [
-                row.name, row.title, f"{row.num_parameters:,}", _state_in_words(row),
-                f"{row.since_step:,}", row.by, "; ".join(part for part in (row.reason, row.note) if part),
-            ]
-            for row in self
-        ]  # fmt: skip
-
     def __repr__(self) -> str:
-        return text_table(_HEAD, self._cells())
+        return text_table(*show_rows(self))
 
     def _repr_html_(self) -> str:
-        return html_table(_HEAD, self._cells())
+        return html_table(*show_rows(self))
+
+
+def show_rows(rows: Iterable[LayerRow]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of a table of layer states."""
+    cells = [
+        [
+            row.name, row.title, f"{row.num_parameters:,}", _state_in_words(row),
+            f"{row.since_step:,}", row.by, "; ".join(part for part in (row.reason, row.note) if part),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return _HEAD, cells
 
 
 def _at_the_start(layer: LayerModule) -> str:

@@ -238,7 +238,8 @@ class PlasticityMonitor:
         decisions = self._evaluate(step, passes, frozen, pinned)
         if not any(decision.action in ("freeze", "thaw") for decision in decisions):
             # otherwise the frozen set is about to change, and with it the snapshot
-            rows = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, len(batch)))
+            whole = len(batch.split()[0])
+            rows = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, whole))
             with self.trainer.autocast():
                 self._refresh_if_due(step, rows)
                 self._ask(step, rows, self._wanted(frozen, cost_ratio))
@@ -246,7 +247,13 @@ class PlasticityMonitor:
         return decisions
 
     def _evaluate(self, step: int, passes: float, frozen: Sequence[str], pinned: Sequence[str]) -> list[Decision]:
-        collected = self.reader.collect()
+        try:
+            collected = self.reader.collect()
+        except BaseException:  # the reading is lost; the next one is made against a snapshot that is whole
+            if self._asked:
+                self._asked.popleft()
+            self._refresh_reason = "the last reading failed"
+            raise
         values: dict[str, float] = {}
         generation = self.reader.generation
         asked = step

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from egeria_lab.engine.optimizer_set import kind_of
+
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -51,7 +53,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     shared: dict[Any, Any] = dict(optimizer.state)  # some optimizers keep state of no parameter under a text
     by_parameter = {k: v for k, v in optimizer.state.items() if isinstance(k, Tensor) and id(k) in names}
     return {
-        "kind": type(optimizer).__name__,
+        "kind": kind_of(optimizer),
         "groups": groups,
         "state": {names[id(parameter)]: dict(values) for parameter, values in by_parameter.items()},
         "shared": {key: value for key, value in shared.items() if isinstance(key, str)},
@@ -85,7 +87,7 @@ def load_optimizer_state(
     """
     notes: list[str] = []
     named = names_of(model, optimizer)
-    kind = type(optimizer).__name__
+    kind = kind_of(optimizer)
     same_kind = state["kind"] == kind
     _load_groups(optimizer, state, named, same_kind and not own_options)
     if not same_groups(state["groups"], optimizer.param_groups):

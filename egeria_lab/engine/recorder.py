@@ -43,6 +43,12 @@ class StepRecord:
         learning_rate: rate the step was made with.
         frozen: names of the layers that were frozen during the step.
         seconds: measured time of the step, without monitoring.
+
+    Example:
+        >>> from egeria_lab.session import Session
+        >>> record = Session("mlp", "digits", epochs=1).step(2)
+        >>> record.step, record.frozen
+        (2, ())
     """
 
     step: int
@@ -207,9 +213,10 @@ class Recorder:
     def finish_epoch(self, number: int, step: int, valid_loss: float, valid_accuracy: float | None) -> EpochFinished:
         """Write down one finished epoch and answer with its event."""
         totals, self._epoch = self._epoch, EpochTotals()
+        samples = totals.samples or float("nan")  # every batch of the pass may have been passed over
         event = EpochFinished(
-            step=step, epoch=number, train_loss=totals.loss / totals.samples,
-            train_accuracy=totals.accuracy / totals.samples, valid_loss=valid_loss,
+            step=step, epoch=number, train_loss=totals.loss / samples,
+            train_accuracy=totals.accuracy / samples, valid_loss=valid_loss,
             valid_accuracy=valid_accuracy if valid_accuracy is not None else float("nan"),
         )  # fmt: skip
         self.history.epochs.append(

@@ -14,6 +14,7 @@ from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.errors import CheckpointError
 from egeria_lab.events import (
+    BatchSkipped,
     BootstrapFinished,
     CommandRejected,
     EpochFinished,
@@ -30,8 +31,8 @@ from egeria_lab.events import (
 )
 
 COMPARED = (
-    BootstrapFinished, CommandRejected, EpochFinished, FreezeBlocked, LayerFrozen, LayerPinned, LayerThawed,
-    LayerUnpinned, MaskUpdated, ReferenceRefreshed, SamplesSieved, SettingChanged,
+    BatchSkipped, BootstrapFinished, CommandRejected, EpochFinished, FreezeBlocked, LayerFrozen, LayerPinned,
+    LayerThawed, LayerUnpinned, MaskUpdated, ReferenceRefreshed, SamplesSieved, SettingChanged,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from egeria_lab.commands import CommandQueue
+from egeria_lab.distributed.group import FollowingEndedError
 from egeria_lab.errors import InvalidSettingError
 from egeria_lab.events import EventLog, RunFailed, RunPaused, RunResumed, RunStarted, RunStopped
 
@@ -36,8 +37,12 @@ class Steppable(Protocol):
     def land_commands(self) -> None:
         """Carry out what waits in the queue."""
 
-    def come_to_rest(self) -> None:
-        """Carry out what waits in the queue when no run is under way."""
+    @property
+    def beat(self) -> float | None:
+        """So often, in seconds, a paused run looks after its commands without being told; None for never."""
+
+    def run_ended(self, outcome: str) -> None:
+        """Carry out what waits in the queue: no run is under way any more."""
 
     def describe_run(self) -> tuple[str, int]:
         """Device and number of threads."""
@@ -54,8 +59,9 @@ class Runner:
         error: what a failed run raised, or None.
     """
 
-    def __init__(self, session: Steppable) -> None:
+    def __init__(self, session: Steppable, *, paused: bool = False) -> None:
         self._session = session
+        self._hold = paused  # the first background run waits for `resume`
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._want_pause = False
@@ -101,6 +107,7 @@ class Runner:
                 self._resume_locked()
                 return
             self._begin_locked()
+            self._want_pause, self._hold = self._hold, False
             context = contextvars.copy_context()
             self._thread = threading.Thread(
                 target=lambda: context.run(self._run_in_background), name="egeria-lab-trainer", daemon=True
@@ -121,6 +128,7 @@ class Runner:
             self.start(self._target)
             return
         with self._condition:
+            self._hold = False
             self._resume_locked()
 
     def stop(self) -> None:
@@ -212,6 +220,8 @@ class Runner:
             outcome, reason = "failed", ""
             try:
                 outcome, reason = self._train(until, on_step, blocking)
+            except FollowingEndedError as end:
+                outcome, reason = "stopped", str(end)
             except BaseException as error:  # kept, shown and raised again where the user stands
                 self.error = error
             if not self._end(outcome, reason):
@@ -255,7 +265,7 @@ class Runner:
             if not again:
                 self.state, self._looping = outcome, False
         if not again:
-            session.come_to_rest()  # what was put after the last step boundary
+            session.run_ended(outcome)  # what was put after the last step boundary lands
         return again
 
     def _stand_still(self) -> None:
@@ -270,7 +280,7 @@ class Runner:
                     self.state = "running"
                     break
                 if not len(session.commands):
-                    self._condition.wait()
+                    self._condition.wait(session.beat)
         if not self._want_stop:
             session.events.append(RunResumed(step=session.steps_done, by="user"))
 

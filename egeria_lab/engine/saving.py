@@ -42,6 +42,7 @@ def save(session: Any, path: str | os.PathLike[str]) -> Path:
     with session._lock:
         session.land_commands()  # what was asked before is part of what is saved
         state = capture(session)
+        session.bad_loss.keep(state)  # what goes on from the file would go back to it, too
     size = write(target, _whole(session, state))
     seconds = time.perf_counter() - start
     session.events.append(
@@ -93,6 +94,8 @@ def load(
     except BaseException:
         session.close()
         raise
+    if session._autosave is not None and place.is_dir() and session._autosave.folder.path.samefile(place):
+        session._autosave.is_saved()
     session.events.append(CheckpointLoaded(step=session.steps_done, path=str(found), notes=tuple(notes)))
     return session
 
@@ -175,13 +178,19 @@ class Autosave:
 
         def write_down() -> None:
             self._try("journal", self.journal.flush)
-            path, size = self.folder.save(session.steps_done, _whole(session, capture(session)))
+            state = capture(session)
+            session.bad_loss.keep(state)
+            path, size = self.folder.save(session.steps_done, _whole(session, state))
             seconds = time.perf_counter() - start
             session.events.append(
                 CheckpointSaved(step=session.steps_done, path=str(path), num_bytes=size, seconds=seconds)
             )
 
         self._try("checkpoint", write_down)
+
+    def is_saved(self) -> None:
+        """The newest checkpoint there is what the session was loaded from: the next one is due as if never stopped."""
+        self._saved_step = self._session.steps_done
 
     def close(self) -> None:
         """Save what was trained since the last checkpoint, and give the directory back."""
@@ -201,10 +210,13 @@ class Autosave:
         try:
             work()
             self._failing.discard(what)
-        except (EgeriaLabError, OSError) as error:
+        except Exception as error:  # whatever it is: a run does not end because it cannot be saved
             if what not in self._failing:  # said once, until it works again
                 self._failing.add(what)
-                self._session.events.append(SaveFailed(step=self._session.steps_done, reason=str(error)))
+                reason = (
+                    str(error) if isinstance(error, (EgeriaLabError, OSError)) else f"{type(error).__name__}: {error}"
+                )
+                self._session.events.append(SaveFailed(step=self._session.steps_done, reason=reason))
 
 
 def _made(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

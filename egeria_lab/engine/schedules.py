@@ -1,50 +1,48 @@
-"""Optimizers and learning-rate schedules by name; schedules count in fractions of the planned training.
+"""Optimizers by name or as given, and the learning-rate schedule that moves them.
 
-Because they count in fractions, a longer budget or fewer steps an epoch re-plans them by itself.
+Schedules by name count in fractions of the planned training, so a longer budget or fewer steps an epoch re-plans them
+by itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CyclicLR,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.engine.budget import Budget
+from egeria_lab.engine.optimizer_set import OptimizerSet, parts_of
+from egeria_lab.engine.schedulers import SchedulerSet, make_scheduler, make_schedulers, move, moves_by_step
 from egeria_lab.errors import InvalidSettingError, is_number, unknown_name
 
 DEFAULT_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
 
 
 def make_optimizer(
-    optimizer: str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: str | Optimizer | Sequence[Optimizer] | Callable[[Iterable[nn.Parameter]], Any],
     model: nn.Module,
     learning_rate: float | None,
 ) -> Optimizer:
-    """An optimizer from its name, from a function of the parameters, or as given.
+    """An optimizer from its name, from a function of the parameters, or as given; several become an `OptimizerSet`.
 
     Args:
         optimizer: ``"sgd"`` (momentum 0.9, weight decay 5e-4), ``"adam"``, ``"adamw"``, a function
-            ``f(params) -> Optimizer``, or an `Optimizer` over parameters of `model`.
+            ``f(params)`` that returns an `Optimizer` or a list of them, an `Optimizer` over parameters of `model`, or
+            a list of them.
         model: the model to train.
         learning_rate: > 0, or None for 0.1 with SGD and 1e-3 with Adam and AdamW. A ready-made optimizer
             keeps its own rate.
 
     Raises:
         UnknownNameError: for an unknown name.
-        InvalidSettingError: for a rate that is not > 0, or an optimizer of another model.
+        InvalidSettingError: for a rate that is not > 0, or an optimizer of another model or one that cannot be stepped.
 
     Example:
         >>> make_optimizer("sgd", nn.Linear(1, 1), None).param_groups[0]["lr"]
@@ -53,27 +51,44 @@ def make_optimizer(
     if learning_rate is not None and not (is_number(learning_rate) and learning_rate > 0):
         raise InvalidSettingError(f"lr must be a finite number > 0 or None, got {learning_rate!r}.")
     if isinstance(optimizer, str):
-        if optimizer not in DEFAULT_RATES:
-            raise unknown_name("optimizer", optimizer, DEFAULT_RATES)
-        rate = learning_rate if learning_rate is not None else DEFAULT_RATES[optimizer]
-        parameters = list(model.parameters())
-        if optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4)
-        kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-        return kind(parameters, lr=rate)
-    made = optimizer if isinstance(optimizer, Optimizer) or not callable(optimizer) else optimizer(model.parameters())
-    if not isinstance(made, Optimizer):
+        return _by_name(optimizer, model, learning_rate)
+    is_made = isinstance(optimizer, (Optimizer, list, tuple)) or not callable(optimizer)
+    made: Any = optimizer if is_made else optimizer(model.parameters())  # type: ignore[operator]
+    parts = list(made) if isinstance(made, (list, tuple)) else [made]
+    if not parts or not all(isinstance(part, Optimizer) for part in parts):
         raise InvalidSettingError(
-            f"optimizer must be a name ({', '.join(DEFAULT_RATES)}), a torch Optimizer, or a function of the "
-            f"parameters that returns one; got {made!r}."
+            f"optimizer must be a name ({', '.join(DEFAULT_RATES)}), a torch Optimizer, a list of them, or a function "
+            f"of the parameters that returns one of these; got {made!r}."
         )
+    for part in parts:
+        _check_usable(part, model)
+    return parts[0] if len(parts) == 1 else OptimizerSet(parts)
+
+
+def _by_name(name: str, model: nn.Module, learning_rate: float | None) -> Optimizer:
+    if name not in DEFAULT_RATES:
+        raise unknown_name("optimizer", name, DEFAULT_RATES)
+    rate = learning_rate if learning_rate is not None else DEFAULT_RATES[name]
+    parameters = list(model.parameters())
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4)
+    kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=rate)
+
+
+def _check_usable(optimizer: Optimizer, model: nn.Module) -> None:
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in own for group in made.param_groups for p in group["params"]):
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidSettingError(
-            "the optimizer holds no parameter of the model; build it from model.parameters(), after the "
-            "model has been moved to its device."
+            f"the optimizer {type(optimizer).__name__} holds no parameter of the model; build it from "
+            "model.parameters(), after the model has been moved to its device."
         )
-    return made
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise InvalidSettingError(
+            f"{type(optimizer).__name__} evaluates the loss several times a step by a closure, and a step here has one "
+            "forward pass; choose an optimizer whose step() needs no closure."
+        )
 
 
 def split_by_layer(optimizer: Optimizer, layers: LayerModules) -> None:
@@ -86,6 +101,15 @@ def split_by_layer(optimizer: Optimizer, layers: LayerModules) -> None:
     Raises:
         InvalidSettingError: when a parameter belongs to no layer module.
     """
+    for number, part in enumerate(parts_of(optimizer)):
+        split = _groups_by_layer(part, layers)
+        if isinstance(optimizer, OptimizerSet):
+            optimizer.set_groups(number, split)
+        else:
+            part.param_groups[:] = split
+
+
+def _groups_by_layer(optimizer: Optimizer, layers: LayerModules) -> list[dict[str, Any]]:
     owner = {id(p): layer.name for layer in layers for p in layer.parameters}
     split: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -99,24 +123,7 @@ def split_by_layer(optimizer: Optimizer, layers: LayerModules) -> None:
             mine = [p for p in group["params"] if owner[id(p)] == layer.name]
             if mine:
                 split.append({**group, "params": mine, "layer": layer.name})
-    optimizer.param_groups[:] = split
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _step(progress: float) -> float:
-    return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": _cosine,
-    "step": _step,
-    "linear": lambda progress: 1 - progress,
-    "constant": lambda _progress: 1.0,
-}
-"""Factor on the peak learning rate, as a function of the progress in [0, 1]."""
+    return split
 
 
 class Schedule:
@@ -124,7 +131,8 @@ class Schedule:
 
     Args:
         scheduler: a name in `SCHEDULES`, a function ``f(optimizer) -> LRScheduler``, or None. A `OneCycleLR`
-            that has come to its own end keeps its last rate when the budget goes on.
+            that has come to its own end keeps its last rate when the budget goes on. For several optimizers a
+            function is called with each of them, and a list has one scheduler, function or name for each.
         optimizer: the optimizer.
         budget: the budget; names count against it, also when it changes.
         every: ``"auto"``, ``"step"`` or ``"epoch"``. Named schedules, `OneCycleLR` and `CyclicLR` move
@@ -149,30 +157,29 @@ class Schedule:
         layer_factor: Callable[[str, float], float] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.scheduler: LRScheduler | ReduceLROnPlateau | None = None
+        self.scheduler: LRScheduler | ReduceLROnPlateau | SchedulerSet | None = None
         self._shown_group = 0
+        self._clocks: list[tuple[Any, str]] = []
         if layer_factor is not None:
             self._follow_layers(scheduler, budget, layer_factor)
             return
         if scheduler is None:
             return
-        if isinstance(scheduler, str):
-            if scheduler not in SCHEDULES:
-                raise unknown_name("scheduler", scheduler, SCHEDULES)
-            factor = SCHEDULES[scheduler]
-            self.scheduler = LambdaLR(optimizer, lambda step: factor(min(1.0, step / max(1, budget.total_steps))))
-        else:
-            made = scheduler(optimizer) if callable(scheduler) else scheduler
-            if not isinstance(made, LRScheduler):
-                raise InvalidSettingError(
-                    f"scheduler must be a name ({', '.join(SCHEDULES)}), None, a torch LRScheduler, or a function of "
-                    f"the optimizer that returns one; got {made!r}."
-                )
-            self.scheduler = made
         if every not in ("auto", "step", "epoch"):
             raise unknown_name("scheduler_every", every, ("auto", "step", "epoch"))
-        by_step = isinstance(scheduler, str) or isinstance(self.scheduler, (OneCycleLR, CyclicLR))
-        self.every = every if every != "auto" else "step" if by_step else "epoch"
+        parts = parts_of(optimizer)
+        if isinstance(scheduler, (list, tuple)) or (len(parts) > 1 and callable(scheduler)):
+            given = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler] * len(parts)
+            self.scheduler = make_schedulers(given, parts, budget)
+            made = self.scheduler.schedulers
+        else:
+            self.scheduler = make_scheduler(scheduler, optimizer, budget)
+            given, made = [scheduler], [self.scheduler]
+        self._clocks = [
+            (one, every if every != "auto" else "step" if moves_by_step(wish, one) else "epoch")
+            for wish, one in zip(given, made, strict=True)
+        ]
+        self.every = self._clocks[0][1]
 
     @property
     def learning_rate(self) -> float:
@@ -200,16 +207,19 @@ class Schedule:
         names = [group["layer"] for group in self.optimizer.param_groups]
         self.scheduler = LambdaLR(self.optimizer, [follow(name) for name in names])
         self.every, self._shown_group = "step", len(names) - 1
+        self._clocks = [(self.scheduler, "step")]
 
     def after_step(self) -> None:
         """Count one optimizer step."""
-        if self.scheduler is not None and self.every == "step":
-            self._move(None)
+        for scheduler, every in self._clocks:
+            if every == "step":
+                move(scheduler, None)
 
     def after_epoch(self, valid_loss: float) -> None:
         """Count one epoch; a plateau scheduler looks at the validation loss."""
-        if self.scheduler is not None and self.every == "epoch":
-            self._move(valid_loss)
+        for scheduler, every in self._clocks:
+            if every == "epoch":
+                move(scheduler, valid_loss)
 
     def scale(self, factor: float) -> None:
         """Multiply the peak rate of every group, keeping the schedule's shape."""
@@ -239,14 +249,6 @@ class Schedule:
             self.scheduler.load_state_dict(_fitting(state["scheduler"], self.scheduler.state_dict()))
         return True
 
-    def _move(self, valid_loss: float | None) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(valid_loss if valid_loss is not None else 0.0)
-        elif isinstance(self.scheduler, OneCycleLR) and self.scheduler.last_epoch >= self.scheduler.total_steps - 1:
-            return
-        elif self.scheduler is not None:
-            self.scheduler.step()
-
 
 def _fitting(state: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """What of a scheduler's state is named as its own; parts in parts, and counters as counters."""
@@ -262,7 +264,7 @@ def _fitting(state: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     return fit
 
 
-def _with_parts(scheduler: LRScheduler | None) -> list[LRScheduler]:
+def _with_parts(scheduler: Any) -> list[Any]:
     """A scheduler and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
     if scheduler is None:
         return []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from egeria_lab.checkpoint.tree import Tree, copied, num_bytes
 from egeria_lab.engine.adopting import Adoption
+from egeria_lab.engine.optimizer_set import kind_of
 from egeria_lab.engine.optimizer_state import load_optimizer_state, optimizer_state
 from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError
 
@@ -51,6 +52,7 @@ def capture(session: Any) -> SessionState:
         tree = {
             "step": session.steps_done,
             "graphs": session._graphs,
+            "pass_owed": session._pass_owed,
             "layers": session.layers.names,
             "data": _facts(session),
             "model": _model_state(session.model),
@@ -125,6 +127,7 @@ def parts_of(session: Any) -> dict[str, Stateful]:
         "events": session.events,
         "rule": session.rule,
         "commands": session.command_log,
+        "bad_loss": session.bad_loss if session.bad_loss.policy == "roll_back" else None,
     }
     return {name: part for name, part in known.items() if part is not None}
 
@@ -170,7 +173,7 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
         parts.pop("rule", None)
         states.pop("rule", None)
     adoption.prepare()
-    if tree["optimizer"]["kind"] != type(session.optimizer).__name__:
+    if tree["optimizer"]["kind"] != kind_of(session.optimizer):
         for parked in states["freezer"]["parked"]:
             parked["state"] = {}
     for name, part in parts.items():
@@ -184,6 +187,10 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
             notes.append(f"The checkpoint holds nothing of {name}: it begins anew.")
         elif part.load_state_dict(states[name]) is False:
             notes.append(f"The {name} is of another kind than before: it begins anew.")
+        elif name == "cache" and states[name].get("rows"):
+            notes.append(
+                f"The activation cache's {states[name]['rows']:,} rows are in no checkpoint: they are computed again."
+            )
         if name == "freezer":  # what is frozen decides who is in the optimizer
             _load_model(session.model, tree["model"])
             notes += load_optimizer_state(
@@ -195,6 +202,7 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
         what = "There are no masks here: every weight trains from now on." if name == "masks" else None
         notes.append(what or f"There is no {name} here: what it had saved is left out.")
     session._steps_done, session._graphs = tree["step"], tree["graphs"]
+    session._pass_owed = bool(tree.get("pass_owed", False))
     adoption.finish()
     return notes
 

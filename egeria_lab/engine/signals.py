@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +58,22 @@ def sample_signals(outputs: Any, targets: Any, losses: Tensor, samples: int | No
     if samples and len(found.correct) != samples:  # rows of another kind, such as tokens
         return SampleSignals(None, None, loss, shape)
     return SampleSignals(found.correct.cpu(), found.margin.cpu().nan_to_num(0.0), loss, shape)
+
+
+def joined(parts: Sequence[SampleSignals | None]) -> SampleSignals | None:
+    """The signals of a batch from those of its parts, in order; what one part lacks the batch lacks.
+
+    Example:
+        >>> one = SampleSignals(None, None, torch.ones(2), (2,))
+        >>> joined([one, one]).loss.tolist(), joined([None]) is None
+        ([1.0, 1.0, 1.0, 1.0], True)
+    """
+    known = [part for part in parts if part is not None]
+    if len(known) <= 1:
+        return known[0] if known else None
+
+    def column(name: str) -> Tensor | None:
+        values = [getattr(part, name) for part in known]
+        return None if any(value is None for value in values) else torch.cat(values)
+
+    return SampleSignals(column("correct"), column("margin"), column("loss"), known[0].loss_shape)

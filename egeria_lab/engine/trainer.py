@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,9 +22,11 @@ from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource, Views
+from egeria_lab.engine.averaging import WeightAverage
+from egeria_lab.engine.frozen_watch import FrozenWatch
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy, loss_of_each
-from egeria_lab.engine.signals import SampleSignals, sample_signals
-from egeria_lab.errors import DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
+from egeria_lab.engine.signals import SampleSignals, joined, sample_signals
+from egeria_lab.errors import BadLossError, DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -61,6 +63,29 @@ class UpdateHooks(Protocol):
 
     def after_step(self) -> None:
         """The optimizer has moved the weights."""
+
+
+class OtherRanks(Protocol):
+    """Whoever trains the same model on other rows of the same global batch."""
+
+    def run(self, batch: Batch, content: Any) -> Any:
+        """A forward pass whose backward pass averages gradients over all ranks."""
+
+    def agree_on_loss(self, value: float, batch: Batch) -> float:
+        """The mean loss of the global batch."""
+
+    def weighted(self, loss: Tensor, batch: Batch) -> Tensor:
+        """The loss with this rank's share of the global batch."""
+
+    def backward(self, work: Callable[[], None]) -> None:
+        """Run a backward pass."""
+
+    def total(self, sums: Sequence[float]) -> list[float]:
+        """Sums over all ranks."""
+
+    @property
+    def number(self) -> int:
+        """Which rank this is, from 0."""
 
 
 class Trainer:
@@ -118,6 +143,7 @@ class Trainer:
         self.deterministic = deterministic
         self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
         self.update_hooks: UpdateHooks | None = None
+        self.ranks: OtherRanks | None = None
         self.sample_weights: Callable[[Tensor], Tensor | None] | None = None
         self.check_signals: Callable[[SampleSignals], None] | None = None
         self.layers = LayerModules([])
@@ -125,6 +151,16 @@ class Trainer:
         # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
         self._kept_in_eval = [m for m in self.model.modules() if not m.training] if self.model.training else []
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        self.average: WeightAverage | None = None
+        self.watch = FrozenWatch(optimizer, list(self.model.parameters()))
+
+    def keep_average(self, decay: float | None, buffers: str = "copy") -> None:
+        """Keep a running average of the weights from the next step on; None keeps none.
+
+        Raises:
+            InvalidSettingError: for a value out of range.
+        """
+        self.average = None if decay is None else WeightAverage(self.model, decay, buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """What the trainer remembers between steps, as plain values."""
@@ -133,6 +169,8 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "checked": list(self._checked),
             "kept_in_eval": [modules[module] for module in self._kept_in_eval if module in modules],
+            "watch": self.watch.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,6 +180,10 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self._checked = tuple(state["checked"])
         self._kept_in_eval = [modules[name] for name in state["kept_in_eval"]]
+        self.watch.load_state_dict(state.get("watch", {"moves_frozen": False}))
+        average = state.get("average")
+        if self.average is not None:
+            self.average.load_state_dict(average if average is not None else {"average": None})
 
     def to_device(self, content: Any) -> Any:
         """Every tensor of a (nested) batch on the training device."""
@@ -179,7 +221,10 @@ class Trainer:
         return nullcontext()
 
     def step(self, batch: Batch, number: int, around_forward: AbstractContextManager[Any]) -> StepResult:
-        """Train on one batch.
+        """Train on one batch: one optimizer step, however many parts the batch has.
+
+        The gradient of a batch in parts is that of its mean loss, each part weighing as much as it has samples (also
+        where a loss is reduced already). Batch norm sees one part at a time.
 
         Args:
             batch: the batch.
@@ -193,21 +238,39 @@ class Trainer:
         start = time.perf_counter()
         self._set_train_mode()
         graphs = self._graphs_so_far()
-        content = self._augmented(batch)
-        with self._deterministic(), self.private_draws("step", number), self._buffers_kept_on_error():
+        parts = batch.split()
+        shares = [len(part) / len(batch) for part in parts]
+        with self._deterministic(), self.private_draws(*self._draws(number)), self._buffers_kept_on_error():
             self.optimizer.zero_grad(set_to_none=True)
-            with self.autocast(), around_forward:
-                outputs, targets = self._run_to_train(batch, content)
-                losses = self.checked_loss(outputs, targets, batch)
-            signals = self._signals(outputs, targets, losses, batch)
-            loss = self._weighted(losses, batch).mean()
-            value = losses.detach().mean().item()
-            if value != value or abs(value) == float("inf"):
-                raise TrainingError(self._not_finite(value, number))
-            self._update(loss)
-        accuracy = accuracy_of(outputs, targets)
+            made = []
+            for part, share in zip(parts, shares, strict=True):
+                around = around_forward if part is parts[0] else nullcontext()
+                made.append(self._forward_and_backward(part, share, number, around))
+            self._update()
         seconds = time.perf_counter() - start
-        return StepResult(value, accuracy, seconds, outputs, self._graphs_so_far() - graphs, signals)
+        value = sum(share * one.loss for share, one in zip(shares, made, strict=True))
+        right = [one.accuracy for one in made if one.accuracy is not None]
+        accuracy = sum(s * r for s, r in zip(shares, right, strict=True)) if len(right) == len(parts) else None
+        signals = joined([one.signals for one in made])
+        return StepResult(value, accuracy, seconds, made[-1].outputs, self._graphs_so_far() - graphs, signals)
+
+    def _forward_and_backward(
+        self, batch: Batch, share: float, number: int, around_forward: AbstractContextManager[Any]
+    ) -> StepResult:
+        """Add the gradients of one part of a step, which is `share` of its samples, to those that are there."""
+        content = self._augmented(batch)
+        with self.autocast(), around_forward:
+            outputs, targets = self._forward(batch, content)
+            losses = self.checked_loss(outputs, targets, batch)
+        signals = self._signals(outputs, targets, losses, batch)
+        loss = self._weighted(losses, batch).mean()
+        value = losses.detach().mean().item()
+        if self.ranks is not None:
+            value, loss = self.ranks.agree_on_loss(value, batch), self.ranks.weighted(loss, batch)
+        if value != value or abs(value) == float("inf"):
+            raise BadLossError(self._not_finite(value, number), value, tuple(batch.ids.tolist()))
+        self._backward(loss if share == 1 else loss * share)
+        return StepResult(value, accuracy_of(outputs, targets), 0.0, outputs, signals=signals)
 
     def _signals(self, outputs: Any, targets: Any, losses: Tensor, batch: Batch) -> SampleSignals | None:
         if self.check_signals is None:
@@ -248,7 +311,19 @@ class Trainer:
             return 0
         return int(sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"])
 
-    def _run_to_train(self, batch: Batch, content: Any) -> tuple[Any, Any]:
+    def _draws(self, number: int) -> tuple[str | int, ...]:
+        """What the draws inside the model hang on; rows on other ranks get others, as rows of one batch do."""
+        other = self.ranks.number if self.ranks is not None else 0
+        return ("step", number, "rank", other) if other else ("step", number)
+
+    def _forward(self, batch: Batch, content: Any) -> tuple[Any, Any]:
+        if self.ranks is not None:
+            outputs, targets = self.ranks.run(batch, content)
+            return outputs, targets
+        return self.run_to_train(batch, content)
+
+    def run_to_train(self, batch: Batch, content: Any) -> tuple[Any, Any]:
+        """Outputs and targets of a training batch, by the cached front or the compiled model where there is one."""
         if self.forward_pass is not None:
             return self.forward_pass(batch, content)
         return self.run_model(self.model if self.compiled is None else self.compiled, content)
@@ -274,25 +349,32 @@ class Trainer:
         finally:
             torch.use_deterministic_algorithms(before)
 
-    def _update(self, loss: Tensor) -> None:
-        """Backward pass and optimizer step; loss scaling skips the step when a gradient overflowed."""
+    def _backward(self, loss: Tensor) -> None:
         scaled = self.scaler.scale(loss) if self.scaler is not None else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
+        backward: Callable[[], None] = scaled.backward
+        if self.ranks is not None:
+            self.ranks.backward(backward)
+        else:
+            backward()
+
+    def _update(self) -> None:
+        """Optimizer step with the gradients there are; loss scaling skips it when one of them overflowed."""
         self._check_gradients()
-        if self.scaler is not None and (self.max_grad_norm is not None or self.update_hooks is not None):
-            self.scaler.unscale_(self.optimizer)
+        scaler = self.scaler if any(p.grad is not None for p in _held(self.optimizer)) else None
+        if scaler is not None and (self.max_grad_norm is not None or self.update_hooks is not None):
+            scaler.unscale_(self.optimizer)
         if self.update_hooks is not None:
             self.update_hooks.after_backward()
         if self.max_grad_norm is not None:
             active = [p for p in self.model.parameters() if p.grad is not None]
             nn.utils.clip_grad_norm_(active, self.max_grad_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.watch.step(self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer))
+        if scaler is not None:
+            scaler.update()
         if self.update_hooks is not None:
             self.update_hooks.after_step()
+        if self.average is not None:
+            self.average.update()
 
     def _check_gradients(self) -> None:
         """On the first step of each set of active layers: every one of them must have got a gradient."""
@@ -309,12 +391,25 @@ class Trainer:
                 )
         self._checked = active
 
-    def evaluate(self, source: BatchSource) -> tuple[float, float | None]:
-        """Mean loss and accuracy over a data set in eval mode; nothing about training changes."""
-        losses, right, count = 0.0, 0.0, 0
+    def evaluate(
+        self, source: BatchSource, average: bool = False, *, alone: bool = False
+    ) -> tuple[float, float | None]:
+        """Mean loss and accuracy over a data set in eval mode; nothing about training changes.
+
+        Args:
+            source: the batches.
+            average: evaluate the running average of the weights instead of the weights.
+            alone: other ranks are not asked for their share of the data.
+
+        Raises:
+            InvalidSettingError: when no average is kept, or none is there yet.
+        """
+        losses, right, count = 0.0, 0.0, 0.0
         has_accuracy = True
-        with evaluating(self.model), self.private_draws("evaluate", 0):
+        with evaluating(self.model), self.private_draws("evaluate", 0), self.lent_average(average):
             for batch in source.epoch(0):
+                if not len(batch):
+                    continue  # fewer rows than ranks
                 with self.autocast():
                     outputs, targets = self.run_model(self.model, self.to_device(batch.content))
                     loss = self.checked_loss(outputs, targets, batch).mean()
@@ -323,7 +418,22 @@ class Trainer:
                 losses += float(loss) * len(batch)
                 right += (accuracy or 0.0) * len(batch)
                 count += len(batch)
+        if self.ranks is not None and not alone:
+            losses, right, without, count = self.ranks.total([losses, right, not has_accuracy, count])
+            has_accuracy = not without
         return losses / count, right / count if has_accuracy else None
+
+    def lent_average(self, wanted: bool = True) -> AbstractContextManager[None]:
+        """A block in which the model has the running average of its weights, where that is wanted.
+
+        Raises:
+            InvalidSettingError: when no average is kept, or none is there yet.
+        """
+        if not wanted:
+            return nullcontext()
+        if self.average is None:
+            raise InvalidSettingError("no average of the weights is kept; make the session with ema=0.999, say.")
+        return self.average.lent()
 
     def checked_loss(self, outputs: Any, targets: Any, batch: Batch) -> Tensor:
         """The loss; bad labels are reported by sample id before they reach the kernel."""
@@ -387,3 +497,8 @@ class Trainer:
             "Lower the learning rate (session.override('optimizer.lr', …)) or check the inputs for values "
             "that are not finite."
         )
+
+
+def _held(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

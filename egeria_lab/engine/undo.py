@@ -45,13 +45,16 @@ class UndoRing:
 
     Raises:
         InvalidSettingError: for a negative size.
+
+    Attributes:
+        max_bytes: most memory for states.
     """
 
     def __init__(self, session: Any, max_bytes: int = UNDO_BYTES) -> None:
         valid = is_whole(max_bytes) and max_bytes >= 0
         require(valid, "Session", "undo_bytes", max_bytes, "a whole number of bytes >= 0")
         self._session = session
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._too_big = 0
         self._at_this_boundary = (-1, 0)
         self._done: list[_Done] = []
@@ -67,7 +70,26 @@ class UndoRing:
 
     def commands(self) -> list[c.Command]:
         """What can be undone, oldest first."""
-        return [done.command for done in self._done]
+        return [done.command for done in list(self._done)]
+
+    def undone(self) -> list[c.Command]:
+        """What can be redone, the next one last."""
+        return [undone.command for undone in list(self._undone)]
+
+    def why_nothing(self) -> str:
+        """Why no command can be undone, in one clause; empty when one can."""
+        if self._done:
+            return ""
+        if self._too_big:
+            return f"one state takes {self._too_big:,} bytes and undo_bytes={self.max_bytes:,} is all there is"
+        if not self.max_bytes:
+            return "undo_bytes=0 keeps no states"
+        return "no command that did something is remembered"
+
+    def forget_after(self, step: int) -> None:
+        """Training was taken back to a step: states of later ones, and what was undone, are of a course left."""
+        self._done = [done for done in self._done if done.before.step <= step]
+        self._undone.clear()
 
     def land_all(self, receipts: Sequence[c.Receipt]) -> None:
         """Carry out what waited for a step boundary, in order, remembering the state before each."""
@@ -86,7 +108,7 @@ class UndoRing:
         step, count = self._session.steps_done, count + 1 if step == self._session.steps_done else 1
         self._at_this_boundary = (step, count)
         enough = count > MOST_APART and bool(self._done)
-        return capture(self._session) if self._max_bytes and not self._too_big and not enough else None
+        return capture(self._session) if self.max_bytes and not self._too_big and not enough else None
 
     def _land(self, receipt: c.Receipt) -> bool:
         session, command, step = self._session, receipt.command, self._session.steps_done
@@ -98,20 +120,17 @@ class UndoRing:
 
     def _keep(self, done: _Done) -> None:
         size = done.before.num_bytes
-        if size > self._max_bytes:
+        if size > self.max_bytes:
             self._too_big = size  # no use in copying it again and again
             self._done.clear()
             return
         self._done.append(done)
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             del self._done[0]
 
     def _undo(self, command: c.Command, step: int) -> Event:
         if not self._done:
-            why = "no command that did something is remembered"
-            if self._too_big:
-                why = f"one state takes {self._too_big:,} bytes and undo_bytes={self._max_bytes:,} is all there is"
-            raise InvalidSettingError(f"there is nothing to undo: {why}.")
+            raise InvalidSettingError(f"there is nothing to undo: {self.why_nothing()}.")
         after = capture(self._session)
         done = self._done.pop()
         self._put_back(done.before)

@@ -75,6 +75,10 @@ class Attribution:
             ],
         }
 
+    def drift_since(self, before: Attribution) -> Drift:
+        """How far it moved since an earlier one of the same samples; see `drift`."""
+        return drift(before, self)
+
     def _rows(self) -> list[list[str]]:
         return [[row.name, row.state, _short(row.mean_abs), _short(row.total)] for row in self.layers]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from egeria_lab.errors import require, unknown_name
 from egeria_lab.models.mlp import Mlp
+from egeria_lab.models.pretrained import EfficientNetLite0, MiniLm
 from egeria_lab.models.resnet import DEPTHS, ResNet
 from egeria_lab.models.transformer import Transformer
 
@@ -20,16 +21,22 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(ResNet, depth) for depth in DEPTHS},
     "transformer": Transformer,
 }
+_PRETRAINED: dict[str, Callable[..., nn.Module]] = {"efficientnet-lite0": EfficientNetLite0, "minilm": MiniLm}
 
 
-def names() -> tuple[str, ...]:
+def names(*, pretrained: bool = True) -> tuple[str, ...]:
     """The name of every model that `build` knows.
 
+    Args:
+        pretrained: False leaves out those that come with weights, from packages of their own.
+
     Example:
-        >>> names()
+        >>> names(pretrained=False)
         ('mlp', 'resnet8', 'resnet14', 'resnet20', 'resnet32', 'resnet56', 'transformer')
+        >>> names()[-2:]
+        ('efficientnet-lite0', 'minilm')
     """
-    return tuple(_BUILDERS)
+    return (*_BUILDERS, *_PRETRAINED) if pretrained else tuple(_BUILDERS)
 
 
 def build(name: str, *, input_shape: Sequence[int], num_classes: int, seed: int = 0, **options: Any) -> nn.Module:
@@ -44,20 +51,23 @@ def build(name: str, *, input_shape: Sequence[int], num_classes: int, seed: int 
         num_classes: number of outputs, >= 1.
         seed: of the initial weights, >= 0.
         **options: ``mlp``: `hidden`, `dropout`; ``resnet…``: `width`, `shortcut`; ``transformer``: `dim`,
-            `depth`, `heads`, `dropout`, `patch`, `vocabulary`, `head`. See the classes.
+            `depth`, `heads`, `dropout`, `patch`, `vocabulary`, `head`; ``efficientnet-lite0``: `size`, `dropout`,
+            `pretrained`; ``minilm``: `dropout`, `pretrained`. See the classes.
 
     Raises:
         UnknownNameError: for an unknown model or option.
         InvalidSettingError: for a value out of range.
+        MissingPackageError: when a pretrained model's package is not installed.
 
     Example:
         >>> model = build("resnet8", input_shape=(1, 28, 28), num_classes=10)
         >>> len(model.layers), model.layers[0].title()
         (5, 'stem 1→16')
     """
-    if name not in _BUILDERS:
-        raise unknown_name("model", name, _BUILDERS)
-    builder = _BUILDERS[name]
+    builders = {**_BUILDERS, **_PRETRAINED}
+    if name not in builders:
+        raise unknown_name("model", name, builders)
+    builder = builders[name]
     known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:

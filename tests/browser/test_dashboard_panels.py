@@ -23,7 +23,7 @@ dashboard = session.dashboard()
 dashboard
 """
 RUN = "session.start(); session.wait(60)"
-PANELS = ["plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve"]
+PANELS = ["plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve", "attribution"]
 Open = Callable[..., Any]
 
 
@@ -70,7 +70,7 @@ def test_all_panels_light_dark_narrow_wide(notebook: Open, screenshots: Path) ->
     book.dashboard.locator(".egl-whatif .egl-beyond, .egl-whatif svg").first.wait_for()
     book.dashboard.get_by_label("what if tolerance").fill("260")
     book.dashboard.locator('.egl-whatif rect[data-kind="whatif"]').first.wait_for()
-    assert "the run: 0.0 %" in book.dashboard.locator(".egl-verdict").inner_text()
+    assert "the run: 0.0 %" in book.dashboard.locator(".egl-whatif .egl-verdict").inner_text()
     book.dashboard.locator(".egl-sample").first.click()
     for theme in ("Light", "Dark"):
         book.command("apputils:change-theme", theme=f"JupyterLab {theme}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from egeria_lab.commands import CommandQueue
+from egeria_lab.commands import Command, CommandQueue
 from egeria_lab.events import (
     BootstrapFinished,
     CommandRejected,
@@ -57,6 +57,23 @@ class FakeSetting:
     help: str = ""
 
 
+class FakeRing:
+    """What `session.undo_ring` tells."""
+
+    def __init__(self) -> None:
+        self.done: list[Command] = []
+        self.back: list[Command] = []
+
+    def commands(self) -> list[Command]:
+        return self.done
+
+    def undone(self) -> list[Command]:
+        return self.back
+
+    def why_nothing(self) -> str:
+        return "" if self.done else "no command that did something is remembered"
+
+
 class FakeLedger:
     """What `session.savings()` returns."""
 
@@ -84,6 +101,8 @@ class FakeSession:
     sieve: object = None
     commands: CommandQueue = field(default_factory=CommandQueue)
     overrides: dict[tuple[str, str], float] = field(default_factory=dict)
+    undo_ring: FakeRing = field(default_factory=FakeRing)
+    _arguments: dict[str, object] = field(default_factory=dict)
 
     @property
     def steps_done(self) -> int:

@@ -69,7 +69,7 @@ def test_the_state_is_complete_from_the_first_moment(opened):
     state = dashboard.get_state()
     assert state["status"]["text"].startswith("step 1,400 of 1,400")
     assert [panel["key"] for panel in state["panels"]] == [
-        "plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve",
+        "plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve", "attribution",
     ]  # fmt: skip
     assert len(state["layers"]) == 5
     assert state["settings"][0]["name"] == "freeze.tolerance"

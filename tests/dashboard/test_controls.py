@@ -9,7 +9,8 @@ from pages import told
 
 import egeria_lab as lab
 from egeria_lab.commands import FreezeLayer, Override, PinLayer, Reset, ThawLayer, UnpinLayer
-from egeria_lab.dashboard.controls import NUM_REMEMBERED, Controls, describe_settings
+from egeria_lab.dashboard.controls import NUM_REMEMBERED, Controls
+from egeria_lab.dashboard.setting_sliders import describe_settings
 from egeria_lab.events import CommandRejected, LayerFrozen, SettingChanged
 
 

@@ -9,10 +9,12 @@ import pytest
 from pages import Clock, Outlet, Page, told
 
 from egeria_lab.dashboard.controls import Controls
+from egeria_lab.dashboard.cost_meter import CostMeter
 from egeria_lab.dashboard.feed import Feed, Lanes, status_line
 from egeria_lab.dashboard.frames import MOST_ROWS, Part, bounded, pack, stretch_length, thin
 from egeria_lab.dashboard.panels import PANELS, columns_needed
-from egeria_lab.dashboard.publisher import GONE_SECONDS, CostMeter, Publisher, packed_plotly
+from egeria_lab.dashboard.plotly_bundle import packed_plotly
+from egeria_lab.dashboard.publisher import GONE_SECONDS, Publisher
 from egeria_lab.events import (
     EpochFinished,
     FreezeBlocked,

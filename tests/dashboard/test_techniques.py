@@ -274,7 +274,24 @@ def test_savings_of_each_technique_stand_beside_each_other_with_reasons(all_on):
     cards = {card.label: card.value for card in headlines(all_on, ledger)}
     assert cards["Computation saved"] == f"{100 * whole.theoretical:.1f} %"
     assert "masks" in Feed(all_on).ledger(0.01)["watching"]
-    assert len(savings_figure(ledger).data[0].y) == 8
+    assert len(savings_figure(ledger).data[0].y) == 9
+
+
+def test_where_weights_are_masked_freezing_has_a_row_of_its_own_with_theory_and_measurement_apart():
+    session = small(freeze=None, sparsity=lab.MEST(sparsity=0.8))
+    session.step(10)
+    session.freeze("layers.0")
+    session.step(20)
+    ledger = session.savings().to_dict()
+    row = {row.quantity: row for row in saving_rows(ledger)}["Computation by freezing (FLOPs)"]
+    run = ledger["run"]
+    assert (
+        row.theoretical == run["saved_by_freezing"] == pytest.approx(1 - run["after_freezing"] / run["after_sparsity"])
+    )
+    assert row.measured == ledger["flops"]["saved_fraction"] > 0
+    assert row.measured != pytest.approx(row.theoretical, abs=1e-4)  # live weights are not what ran
+    whole = {row.quantity: row for row in saving_rows(ledger)}["Computation, all together (FLOPs)"]
+    assert 1 - whole.theoretical == pytest.approx((1 - run["saved_by_sparsity"]) * (1 - row.theoretical))
 
 
 def test_a_plain_run_has_the_rows_of_freezing_only():

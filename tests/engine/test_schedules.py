@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from egeria_lab.engine.budget import Budget
-from egeria_lab.engine.schedules import DEFAULT_RATES, SCHEDULES, Schedule, make_optimizer
+from egeria_lab.engine.schedulers import SCHEDULES
+from egeria_lab.engine.schedules import DEFAULT_RATES, Schedule, make_optimizer
 from egeria_lab.errors import InvalidSettingError, TrainingError, UnknownNameError
 
 

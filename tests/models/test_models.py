@@ -64,7 +64,7 @@ def one_thread() -> Iterator[None]:
 # ---- every model ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", models.names(pretrained=False))
 @pytest.mark.parametrize("input_shape", [(1, 28, 28), (3, 32, 32), (1, 8, 8)])
 def test_output_shape_and_names_of_the_layers(name: str, input_shape: tuple[int, ...]) -> None:
     model = build(name, input_shape, num_classes=7)
@@ -75,7 +75,7 @@ def test_output_shape_and_names_of_the_layers(name: str, input_shape: tuple[int,
     assert titles(model)[-1] == "head"
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", models.names(pretrained=False))
 def test_the_model_is_the_chain_of_its_layers(name: str) -> None:
     model = build(name).eval()
     x = torch.randn(3, 1, 8, 8)
@@ -85,7 +85,7 @@ def test_the_model_is_the_chain_of_its_layers(name: str) -> None:
     assert torch.equal(replayed, model(x))
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", models.names(pretrained=False))
 def test_seed_decides_the_weights_and_the_global_generator_is_left_alone(name: str) -> None:
     before = torch.get_rng_state()
     first = build(name, seed=5)

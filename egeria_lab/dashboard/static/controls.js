@@ -2,6 +2,7 @@
 
 const ICONS = {
   step: "M2 1.5v11l7-5.5zM10 1.5h2.5v11H10z",
+  undo: "M5.6 1.2L1.2 5.2l4.4 4V6.6h2.6a2.2 2.2 0 0 1 0 4.4H4.4v2h3.8a4.2 4.2 0 0 0 0-8.4H5.6z", redo: "M8.4 1.2l4.4 4-4.4 4V6.6H5.8a2.2 2.2 0 0 0 0 4.4h3.8v2H5.8a4.2 4.2 0 0 1 0-8.4h2.6z",
   play: "M3 1.5v11l9-5.5z", pause: "M2.5 1.5h3v11h-3zM8.5 1.5h3v11h-3z", stop: "M2 2h10v10H2z",
 };
 
@@ -16,6 +17,10 @@ class RunBar {
     this.context = context;
     const press = (action) => () => context.request({ do: action }, `run:${action}`);
     this.buttons = Object.fromEntries(["play", "pause", "step", "stop"].map((action) => [action, iconButton(action, press(action))]));
+    this.memory = Object.fromEntries(["undo", "redo"].map((action) => [action, iconButton(action, press(action))]));
+    for (const [action, button] of Object.entries(this.memory)) {
+      button.classList.add("egl-memory");
+    }
     this.extend = this.wish("+1 epoch", { do: "extend", epochs: 1 }, "extend",
       "Lengthen the plan by one pass over the data; the learning-rate schedule is planned again. Applies: next step");
     this.halve = this.wish("halve rate", { do: "halve_rate" }, "set:optimizer.lr:", "Halve the peak learning rate. Applies: next step");
@@ -24,8 +29,10 @@ class RunBar {
     this.line = make("span", { class: "egl-line", role: "status", "aria-live": "polite" });
     this.fill = make("span", { class: "egl-progress-fill" });
     this.progress = make("div", { class: "egl-progress", role: "progressbar", "aria-label": "Training progress", "aria-valuemin": "0" }, this.fill);
-    this.node = make("header", { class: "egl-run" },
-      make("div", { class: "egl-buttons", role: "group", "aria-label": "Run" }, ...Object.values(this.buttons)),
+    this.node = make("div", { class: "egl-run" },
+      make("div", { class: "egl-pressed" },
+        make("div", { class: "egl-buttons", role: "group", "aria-label": "Run" }, ...Object.values(this.buttons)),
+        make("div", { class: "egl-buttons", role: "group", "aria-label": "Undo and redo" }, ...Object.values(this.memory))),
       make("div", { class: "egl-where" }, make("div", { class: "egl-title" }, this.name, this.state), this.line),
       make("div", { class: "egl-extra" }, this.extend, this.halve, this.axisChoice()), this.progress);
   }
@@ -61,6 +68,7 @@ class RunBar {
       button.disabled = offline || !can[action];
       button.title = `${words[action]}: ${hints[action]}`;
     }
+    this.drawMemory(status, offline);
     const rate = (model.get("settings") || []).find((row) => row.name === "optimizer.lr");
     setText(this.halve, rate ? `halve rate (${say(rate.value)})` : "halve rate");
     this.halve.hidden = !rate;
@@ -72,6 +80,21 @@ class RunBar {
     this.fill.style.width = `${100 * share}%`;
     this.progress.setAttribute("aria-valuemax", String(status.planned || 0));
     this.progress.setAttribute("aria-valuenow", String(status.step || 0));
+  }
+
+  // Undo and redo: the tooltip says what would be taken back, or why there is nothing.
+  drawMemory(status, offline) {
+    for (const [action, button] of Object.entries(this.memory)) {
+      const what = status[action], why = status[`why_no_${action}`];
+      const pending = this.context.isPending(action) || this.context.isPending(`run:${action}`);
+      button.disabled = offline || !what || pending;
+      button.classList.toggle("egl-waiting", pending);
+      const known = action === "undo"
+        ? `Undo: ${what}. Goes back to the state right before it, steps made since included. Applies: next step`
+        : `Redo: ${what}. Applies: next step`;
+      button.title = what ? known : `Nothing to ${action}${why ? `: ${why}` : ""}`;
+      button.setAttribute("aria-label", button.title);
+    }
   }
 }
 

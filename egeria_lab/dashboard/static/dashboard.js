@@ -2,14 +2,16 @@
 
 const VIEWS = {
   plasticity: PlasticityView, loss: LossView, timeline: TimelineView, savings: SavingsView, sieve: SieveView, sparsity: SparsityView,
-  whatif: WhatIfView,
+  whatif: WhatIfView, attribution: AttributionView,
 };
 const REDRAWN_BY = {
   steps: ["loss", "timeline"], epochs: ["loss", "sieve", "sparsity"], plasticity: ["plasticity", "timeline", "whatif"],
-  lanes: ["plasticity", "loss", "timeline", "whatif"], layers: ["plasticity", "timeline"], ledger: ["savings"],
+  lanes: ["plasticity", "loss", "timeline", "whatif"], layers: ["plasticity", "timeline", "attribution"], ledger: ["savings"],
   commands: ["timeline", "sieve"], sieve: ["sieve"], pictures: ["sieve"], sparsity: ["sparsity"], settings: ["whatif"],
+  race: ["whatif"], status: ["attribution"],
 };
 const WITHOUT_KERNEL_MS = 3500;
+const UNSEEN_MS = 4000; // while training runs, a panel that is scrolled away is drawn no more often
 
 class Page {
   constructor(model, root, kept) {
@@ -19,11 +21,13 @@ class Page {
     this.id = Math.random().toString(36).slice(2, 8);
     this.data = new Data();
     this.dirty = new Set();
+    this.unseen = new Set(); // panels that are scrolled away
+    this.drawnAt = {};
     this.mine = new Map(); // key -> number of our request that is under way
     this.offline = false;
     this.Plotly = null;
     this.build();
-    this.link = new Link(model, { onFrame: (content, buffers) => this.take(content, buffers), onSilence: (ms) => this.silence(ms), onAnswer: (content) => this.views.whatif?.take(content) });
+    this.link = new Link(model, { onFrame: (content, buffers) => this.take(content, buffers), onSilence: (ms) => this.silence(ms), onAnswer: (content) => this.views[content.kind === "explained" ? "attribution" : "whatif"]?.take(content) });
     this.listen();
     this.theme = readTheme(root);
     this.drawState();
@@ -70,10 +74,10 @@ class Page {
   }
 
   listen() {
-    for (const trait of ["status", "settings", "layers", "words", "commands", "ledger", "notice", "sieve", "pictures"]) {
+    for (const trait of ["status", "settings", "layers", "words", "commands", "ledger", "notice", "sieve", "pictures", "race"]) {
       this.model.on(`change:${trait}`, () => {
         if (REDRAWN_BY[trait]) this.redraw(...REDRAWN_BY[trait]);
-        if (trait !== "pictures") this.drawState();
+        if (trait !== "pictures" && trait !== "race") this.drawState();
       });
     }
     this.model.on("comm_live_update", () => this.link.hello()); // the kernel went or came back
@@ -93,6 +97,11 @@ class Page {
       look();
     });
     this.watcher.observe(this.root);
+    this.panelWatcher = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) this.unseen[isIntersecting ? "delete" : "add"](target.dataset.panel);
+      this.redraw();
+    });
+    Object.values(this.sections).forEach((section) => this.panelWatcher.observe(section));
     document.addEventListener("visibilitychange", look);
     this.stopLooking = () => document.removeEventListener("visibilitychange", look);
   }
@@ -132,7 +141,10 @@ class Page {
       const started = performance.now();
       for (const key of this.dirty) {
         const view = this.views[key];
+        if (this.mayWait(key, started)) continue;
+        this.dirty.delete(key);
         if (!view || this.grid.hidden) continue;
+        this.drawnAt[key] = started;
         const hidden = view.applies === false; // a panel that says nothing about this run is left out
         if (hidden !== this.sections[key].hidden) {
           this.sections[key].hidden = hidden;
@@ -140,12 +152,27 @@ class Page {
         }
         if (view.applies !== false) view.draw();
       }
-      this.dirty.clear();
       if (this.seq !== this.acknowledged) {
         this.acknowledged = this.seq;
-        this.link.acknowledge(this.seq, performance.now() - started);
+        this.afterPaint(() => this.link.acknowledge(this.seq, performance.now() - started));
       }
     });
+  }
+
+  // Nobody sees the panel, more is to come, and it was drawn not long ago.
+  mayWait(key, now) {
+    const runs = (this.model.get("status") || {}).state === "running" && !this.offline;
+    return runs && this.unseen.has(key) && now - (this.drawnAt[key] ?? -UNSEEN_MS) < UNSEEN_MS;
+  }
+
+  // What drawing costs is known when the browser has laid out and painted it.
+  afterPaint(then) {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      then();
+    };
+    port2.postMessage(null);
   }
 
   // Panels take half the width where there is room; one that would stand alone in its row takes all of it.
@@ -220,7 +247,7 @@ class Page {
     this.kept.hidden = false;
     this.kept.prepend(make("p", { class: "egl-saved" }, picture ? "saved picture, kernel not connected" : "kernel not connected"));
     this.drawState();
-    this.redraw("timeline", "sieve", "whatif");
+    this.redraw("timeline", "sieve", "whatif", "attribution");
   }
 
   connect() {
@@ -239,13 +266,14 @@ class Page {
     this.stopLooking();
     this.sizes.disconnect();
     this.watcher.disconnect();
+    this.panelWatcher.disconnect();
     this.link.close();
     Object.values(this.views).forEach((view) => view.close());
   }
 }
 
 export default () => {
-  const kept = { mode: "plasticity", x: "steps", whatif: {}, hiddenLayers: new Set(), layers: {}, more: false };
+  const kept = { mode: "plasticity", x: "steps", whatif: {}, hiddenLayers: new Set(), layers: {}, more: false, attribution: { ids: "0, 1, 2, 3", method: "integrated_gradients", layer: "" } };
   return {
     render({ model, el }) {
       const root = document.createElement("div");

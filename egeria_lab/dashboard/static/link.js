@@ -55,7 +55,7 @@ class Link {
   }
 
   receive(content, views) {
-    if (content.kind === "answer") {
+    if (content.kind === "answer" || content.kind === "explained") {
       if (content.view === this.view) this.onAnswer(content);
       return;
     }

@@ -156,8 +156,12 @@ class SieveView {
     this.detail.replaceChildren(...[
       picture ? make("img", { src: picture, alt: "", width: 88, height: 88 }) : null,
       make("div", {}, make("div", {}, make("b", {}, `id ${item.id}`), item.label === "" ? "" : `, label ${item.label}, ${item.where}`), make("div", { class: "egl-why" }, this.facts(item)),
-        make("div", { class: "egl-detail-do" }, button, pending ? make("span", { class: "egl-pending" }, "pending") : "", make("small", { class: "egl-applies" }, `${effect}`))),
+        make("div", { class: "egl-detail-do" }, button, this.explain(item), pending ? make("span", { class: "egl-pending" }, "pending") : "", make("small", { class: "egl-applies" }, `${effect}`))),
     ].filter(Boolean));
+  }
+
+  explain({ id }) {
+    return make("button", { type: "button", class: "egl-mini egl-wish", title: "Show why the model says what it says of this sample", onclick: () => this.context.views.attribution?.choose(id) }, "Explain");
   }
 
   facts({ seen, events, never, margin, loss }) {

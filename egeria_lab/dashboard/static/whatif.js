@@ -1,7 +1,7 @@
 // What if: the recorded plasticity under other settings of the rule. Asks the kernel, draws two bars a layer.
 
-const TUNED = ["tolerance", "window", "patience"];
-const ASK_AGAIN_MS = 2000, ASK_MS = 250;
+const TUNED = ["tolerance", "window", "patience", "interval_steps"];
+const ASK_AGAIN_MS = 2000, ASK_MS = 250, SHARE = 200; // of the kernel's time new readings cost at most so small a part
 
 class WhatIfView {
   constructor(panel, context) {
@@ -17,7 +17,9 @@ class WhatIfView {
     this.resetButton = make("button", { type: "button", class: "egl-mini egl-wish", onclick: () => this.reset(), title: "Back to the settings that the run has" }, "as in the run");
     panel.tools.append(this.resetButton, this.applyButton);
     this.scroller = make("div", { class: "egl-lane-scroller" }, this.labels, this.lanes);
-    panel.body.append(this.sliders, this.saved, this.scroller, this.axis, this.key, this.why);
+    const tried = make("div", { class: "egl-tried" }, this.sliders, this.saved, this.scroller, this.axis, this.key, this.why), trained = make("div", { class: "egl-trained" });
+    panel.body.append(make("div", { class: "egl-whatif-sides" }, tried, trained));
+    this.race = new RaceView(trained, context, () => this.chosen);
     this.inputs = {};
   }
 
@@ -56,7 +58,7 @@ class WhatIfView {
     if (number !== this.asked) return;
     this.asked = undefined;
     this.answer = answer;
-    this.restUntil = performance.now() + Math.max(ASK_AGAIN_MS, 50 * (answer.took_ms || 0)); // new readings may wait
+    this.restUntil = performance.now() + Math.max(ASK_AGAIN_MS, SHARE * (answer.took_ms || 0)); // new readings may wait
     if (this.again) this.ask();
     this.context.redraw("whatif");
   }
@@ -65,6 +67,11 @@ class WhatIfView {
 
   draw() {
     this.drawSliders();
+    this.race.draw();
+    if (this.wide !== this.race.shown) {
+      this.wide = this.race.shown; // two charts beside each other take the whole row
+      this.context.arrange();
+    }
     const { data, theme, offline } = this.context, { answer } = this;
     const stale = !answer || answer.last_step < data.tables.plasticity.lastStep;
     if (!offline && this.asked === undefined && stale && performance.now() > (this.restUntil || 0)) this.ask();
@@ -168,7 +175,7 @@ class WhatIfView {
     input.addEventListener("change", () => { this.held = false; this.context.redraw("whatif"); });
     const output = make("output", { for: id });
     this.inputs[setting.name] = { input, output, scale, short };
-    return make("div", { class: "egl-setting" }, make("label", { for: id }, `what if ${short}`), input, output);
+    return make("div", { class: "egl-setting" }, make("label", { for: id }, `what if ${short.replaceAll("_", " ")}`), input, output);
   }
 
   changes() {
@@ -189,5 +196,6 @@ class WhatIfView {
     clearTimeout(this.askSoon);
     clearTimeout(this.lost);
     clearTimeout(this.later);
+    this.race.close();
   }
 }

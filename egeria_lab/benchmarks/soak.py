@@ -1,0 +1,103 @@
+"""Train very long with everything on, and see whether memory, step time and the journal grow."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from egeria_lab.algorithms.freeze_policy import Plasticity
+from egeria_lab.benchmarks.kills import tiny
+from egeria_lab.checkpoint.journal import NAME
+from egeria_lab.session import Session
+
+SAMPLES = 50
+"""Measurements over the whole length."""
+UNDO_BYTES = 1 << 24
+MEGABYTE = 1 << 20
+PER_STEPS = 10_000
+
+
+def soak(steps: int, *, seconds: float | None = None) -> dict[str, Any]:
+    """Train a tiny model with plasticity, sieve, masks, journal, checkpoints and a full undo ring.
+
+    Some commands land in each block: a freeze, a thaw, another tolerance, an undo.
+
+    Args:
+        steps: steps to make, those that an undo takes back included.
+        seconds: end earlier, after so much time, or None.
+
+    Returns:
+        ``steps``, ``seconds``; ``memory_bytes`` and ``record_bytes`` (tables and events, which grow by design) at the
+        end; ``memory_slope_bytes`` and ``record_slope_bytes`` for each 10,000 steps, over the second half;
+        ``step_milliseconds`` (median); ``step_time_ratio``, of the last fifth to the second; ``journal_bytes`` and
+        ``journal_bytes_a_step``; ``undo_bytes``; NaN where the system does not tell.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        session = tiny(
+            epochs=steps, freeze=Plasticity(tolerance=0.0, reference="fp32"), run_dir=place, undo_bytes=UNDO_BYTES,
+            save_every_steps=max(500, steps // SAMPLES),
+        )  # fmt: skip
+        start, block = time.perf_counter(), max(1, steps // SAMPLES)
+        times: list[float] = []
+        marks: list[tuple[int, float, int]] = []
+        while len(times) * block < steps and (seconds is None or time.perf_counter() - start < seconds):
+            begun = time.perf_counter()
+            session.step(block)
+            times.append((time.perf_counter() - begun) / block)
+            _commands(session, len(times))
+            marks.append((len(times) * block, _resident_bytes(), _record_bytes(session)))
+        undo, done, length = session.undo_ring.num_bytes, len(times) * block, time.perf_counter() - start
+        session.close()
+        journal = (Path(place) / NAME).stat().st_size
+    number, resident, record = (np.array(values, dtype=np.float64) for values in zip(*marks, strict=True))
+    return {
+        "steps": done, "seconds": length, "memory_bytes": float(resident[-1]), "record_bytes": int(record[-1]),
+        "memory_slope_bytes": _slope(number, resident), "record_slope_bytes": _slope(number, record),
+        "step_milliseconds": 1000 * median(times), "step_time_ratio": _growth(times), "journal_bytes": journal,
+        "journal_bytes_a_step": journal / done, "undo_bytes": undo,
+    }  # fmt: skip
+
+
+def _commands(session: Session, number: int) -> None:
+    """What a user does now and then; the tolerance is 0, so that no layer freezes by itself."""
+    layer = session.layers.names[number % 2]
+    if number % 4 == 3:
+        session.undo()
+    elif session.layers[layer].frozen:
+        session.thaw(layer)
+    else:
+        session.freeze(layer)
+    session.override("freeze.window", 3 + number % 5)
+
+
+def _record_bytes(session: Session) -> int:
+    tables = sum(int(table.state_dict()["rows"].nbytes) for _, table in session.history.items())
+    return tables + sum(len(repr(event)) for event in session.events)
+
+
+def _slope(steps: Any, values: Any) -> float:
+    """Growth in `PER_STEPS` steps by a line through the second half: caches and rings are full then."""
+    half = len(steps) // 2
+    if len(steps) - half < 2:
+        return float("nan")
+    return float(np.polyfit(steps[half:], values[half:], 1)[0] * PER_STEPS)
+
+
+def _growth(times: Sequence[float]) -> float:
+    fifth = max(1, len(times) // 5)
+    return median(times[-fifth:]) / median(times[fifth : 2 * fifth] or times)
+
+
+def _resident_bytes() -> float:
+    """Memory of this process now, or NaN where the system does not say so in a file."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return float(fields["VmRSS"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return float("nan")

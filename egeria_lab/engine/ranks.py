@@ -1,0 +1,312 @@
+"""One session among those of the other ranks: rank 0 decides, all apply the same at the same step.
+
+Every rank holds the whole session: model, optimizer, sieve, masks, history. What could differ between them is agreed
+on: commands before the step, the loss before the update, what each sample showed and what the rule decided after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_lab import commands as c
+from egeria_lab.algorithms.freeze_policy import Decision
+from egeria_lab.algorithms.tracing import undisturbed
+from egeria_lab.data.loaders import Batch
+from egeria_lab.distributed.gradients import GradientExchange, average_statistics
+from egeria_lab.distributed.group import FollowingEndedError, Group
+from egeria_lab.distributed.sharding import Share
+from egeria_lab.engine.monitor import PlasticityMonitor
+from egeria_lab.engine.signals import SampleSignals
+from egeria_lab.engine.trainer import StepResult
+from egeria_lab.errors import InvalidSettingError, TrainingError
+from egeria_lab.events import CommandRejected
+
+BEAT_SECONDS = 20.0
+"""So often rank 0 says that it is still there while it stands still."""
+
+
+class Ranks:
+    """The ties of one session to those of the other ranks.
+
+    Args:
+        session: the session, with its sources and its trainer.
+        group: the ranks.
+
+    Attributes:
+        exchange: averages gradients and counts their bytes.
+
+    Raises:
+        InvalidSettingError: when the ranks were not asked for the same thing.
+    """
+
+    def __init__(self, session: Any, group: Group) -> None:
+        self.group = group
+        self._session = session
+        self._share = Share(group.rank, group.size, always=True)
+        self._voted = False
+        trainer, source = session.trainer, session._train_source
+        if source.accumulate > 1:
+            raise InvalidSettingError(
+                f"accumulate={source.accumulate} cannot be used with several ranks, which split the batch themselves; "
+                f"give the global batch as batch_size={source.batch_size} and start as many ranks as it needs."
+            )
+        check_same(group, _what_is_trained(session))
+        source.share = self._share.of
+        session._valid_source.share = Share(group.rank, group.size).of
+        self.exchange = GradientExchange(
+            trainer.model, trainer.run_to_train, group, trainer.device, _some_unused(session)
+        )
+        trainer.ranks = self
+
+    @property
+    def number(self) -> int:
+        """Which rank this is, from 0."""
+        return self.group.rank
+
+    # --- before a step ---------------------------------------------------------------------------------
+
+    def landings(self, queue: c.CommandQueue, *, before_step: bool) -> Iterator[list[c.Receipt]]:
+        """The commands of rank 0, to be carried out in this order; on others until rank 0 begins its step.
+
+        Args:
+            queue: commands that were put on this rank; on ranks other than 0 they only get their receipts.
+            before_step: a step follows.
+
+        Raises:
+            FollowingEndedError: on the others, when rank 0 ended its run.
+        """
+        if self.group.is_first:
+            receipts = queue.drain()
+            self.group.from_first(("step" if before_step else "wait", [r.command for r in receipts]), "commands")
+            yield receipts
+            return
+        kind, commands = "wait", list[c.Command]()
+        while kind == "wait":
+            kind, commands = self.group.from_first(None, "the next step of rank 0")
+            if kind == "stop":
+                raise FollowingEndedError("rank 0 ended its run")
+            yield _receipts(commands, queue.drain())
+
+    def ended(self, outcome: str) -> None:
+        """Tell the others that rank 0's run is over before its planned end."""
+        if self.group.is_first and outcome in ("stopped", "paused"):
+            with suppress(TrainingError):  # nobody may be left to hear it
+                self.group.from_first(("stop", []), "the end of the run")
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """A step that is made on all ranks or on none: a rank that cannot make it tells the others before they move."""
+        self._voted = False
+        try:
+            yield
+        except BaseException:
+            self._tell_failure()
+            raise
+
+    # --- inside a step, called by the trainer ----------------------------------------------------------
+
+    def run(self, batch: Batch, content: Any) -> Any:
+        """The forward pass whose backward pass averages gradients."""
+        return self.exchange(batch, content)
+
+    def agree_on_loss(self, value: float, batch: Batch) -> float:
+        """The mean loss of the global batch.
+
+        Raises:
+            TrainingError: when another rank could not make this step.
+        """
+        weight = self._weight(batch)
+        self._voted = True
+        total, failed = self.group.sum([value * weight if weight else 0.0, 0.0], "the loss")
+        if failed:
+            raise TrainingError(
+                "another rank could not make this step, so it was not applied here; its error is there."
+            )
+        return total / self.group.size
+
+    def weighted(self, loss: Tensor, batch: Batch) -> Tensor:
+        """The loss, so that the mean of gradients over ranks is the gradient of the global batch's mean."""
+        return loss * self._weight(batch)
+
+    def backward(self, work: Callable[[], None]) -> None:
+        """Run a backward pass."""
+        self.exchange.guarded(work)
+
+    def total(self, sums: Sequence[float]) -> list[float]:
+        """Sums of an evaluation over all ranks."""
+        return self.group.sum(sums, "an evaluation")
+
+    # --- after a step ----------------------------------------------------------------------------------
+
+    def whole(
+        self, batch: Batch, result: StepResult, shares: Sequence[float] | None
+    ) -> tuple[Batch, StepResult, list[float] | None]:
+        """What the step was on all ranks: ids, accuracy and signals of the global batch, mean shares of forward work.
+
+        Args:
+            batch: this rank's rows.
+            result: what this rank measured; its loss is agreed on already.
+            shares: how much of each layer's forward pass ran here, or None.
+        """
+        session = self._session
+        frozen = {m for layer in session.layer_modules if layer.name in session.layers.frozen for m in layer.modules}
+        average_statistics(session.model, self.group, frozen)
+        weight = self._weight(batch)
+        accuracy = 0.0 if result.accuracy is None else result.accuracy
+        sums = self.group.sum([accuracy * weight, weight * (result.accuracy is not None), *(shares or [])])
+        known = sums[1] > self.group.size - 1e-6
+        signals = None if result.signals is None else self._gathered(batch, result.signals)
+        whole = replace(result, accuracy=sums[0] / self.group.size if known else None, signals=signals)
+        mean = None if shares is None else [share / self.group.size for share in sums[2:]]
+        assert batch.whole is not None
+        return Batch(batch.whole, None), whole, mean
+
+    def probed(self, batch: Batch) -> Batch:
+        """With the rows of a reading where one is due: the first of the global batch, for any number of ranks."""
+        rule, source = self._session.rule, self._session._train_source
+        if (
+            not self.group.is_first
+            or not isinstance(rule, PlasticityMonitor)
+            or not rule.is_due(self._session.steps_done)
+        ):
+            return batch
+        return Batch(batch.ids, source.fetch(batch.ids[: rule.policy.settings.probe_rows]).content)
+
+    def agreed(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        """Decisions of rank 0, on every rank. Only it measures plasticity; rules that need not, run everywhere."""
+        only_first = isinstance(self._session.rule, PlasticityMonitor)
+        decisions: list[Decision] = []
+        problem: Exception | None = None
+        if self.group.is_first or not only_first:
+            try:
+                decisions = decide()
+            except Exception as error:
+                if not self.group.is_first:
+                    raise
+                problem = error
+        failure, said = self.group.from_first((str(problem) if problem else "", decisions), "the rule")
+        if problem is not None:
+            raise problem
+        if failure:
+            raise TrainingError(f"the rule failed on rank 0: {failure}")
+        return said
+
+    def figures(self) -> dict[str, float]:
+        """Bytes of gradients, for the ledger."""
+        trainable = [p for layer in self._session.layer_modules for p in layer.parameters]
+        others = [p for p in self._session.model.parameters() if p.requires_grad]
+        every = {id(p): p.numel() * p.element_size() for p in [*trainable, *others]}
+        return {
+            "ranks": self.group.size,
+            "step_bytes": self.exchange.step_bytes,
+            "full_step_bytes": sum(every.values()),
+            "bytes": self.exchange.bytes_sent,
+            "full_bytes": sum(every.values()) * self._session.steps_done,
+            "rewraps": self.exchange.rewraps,
+            "rewrap_seconds": self.exchange.rewrap_seconds,
+        }
+
+    def close(self) -> None:
+        """Take the wrapper off the model."""
+        self.exchange.close()
+        self._session.trainer.ranks = None
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _tell_failure(self) -> None:
+        if not self._voted:  # otherwise they know, or are past it
+            self._voted = True
+            with suppress(TrainingError):
+                self.group.sum([0.0, 1.0], "the loss")
+
+    def _weight(self, batch: Batch) -> float:
+        assert batch.whole is not None
+        return self._share.weight(batch.whole)
+
+    def _gathered(self, batch: Batch, signals: SampleSignals) -> SampleSignals:
+        """Signals of the global batch. They travel as integers, each added to zeros: no id or bit is rounded."""
+        assert batch.whole is not None
+        table = torch.zeros(4, len(batch.whole), dtype=torch.int32)
+        if self._weight(batch):
+            own = self._share.of(batch.whole)
+            table[0, own] = sum(
+                bit << i for i, bit in enumerate(x is not None for x in (signals.correct, signals.margin, signals.loss))
+            )
+            for row, values in enumerate((signals.correct, signals.margin, signals.loss), start=1):
+                if values is not None:
+                    table[row, own] = values.int() if row == 1 else values.float().view(torch.int32)
+        self.group.add(table)
+        has = int(table[0].min())
+        return SampleSignals(
+            correct=table[1].bool() if has & 1 else None,
+            margin=table[2].view(torch.float32) if has & 2 else None,
+            loss=table[3].view(torch.float32) if has & 4 else None,
+            loss_shape=signals.loss_shape,
+        )
+
+
+def check_same(group: Group, facts: dict[str, Any]) -> None:
+    """Raise unless all ranks were asked for the same thing.
+
+    Raises:
+        InvalidSettingError: on every rank, with the first fact that differs.
+    """
+    everybody = group.everybodys(facts)
+    for name in facts:
+        values = [theirs.get(name) for theirs in everybody]
+        if any(value != values[0] for value in values):
+            rank = next(i for i, value in enumerate(values) if value != values[0])
+            raise InvalidSettingError(
+                f"the ranks were not asked for the same thing: {name} is {values[0]!r} on rank 0 and {values[rank]!r} "
+                f"on rank {rank}. Give every rank the same arguments."
+            )
+
+
+def _some_unused(session: Any) -> bool:
+    """True when a batch leaves some parameters without a gradient; found out on the example batch, without a trace."""
+    trainer = session.trainer
+    content = trainer.to_device(session.recorder.example.content)
+    wanted = [p for p in trainer.model.parameters() if p.requires_grad]
+    with undisturbed(trainer.model), trainer.private_draws("count", 0), torch.enable_grad():
+        outputs, _ = trainer.run_model(trainer.model, content)
+        found = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        gradients = torch.autograd.grad([x.float().sum() for x in found], wanted, allow_unused=True)
+    return any(gradient is None for gradient in gradients)
+
+
+def _what_is_trained(session: Any) -> dict[str, Any]:
+    source, arguments = session._train_source, session._arguments
+    shapes = "".join(f"{name}{tuple(p.shape)}" for name, p in session.model.named_parameters())
+    return {
+        "samples": source.num_samples,
+        "batch_size": source.batch_size,
+        "seed": session.seed,
+        "epochs": arguments["epochs"],
+        "lr": arguments["lr"],
+        "number of parameters": sum(p.numel() for p in session.model.parameters()),
+        "names and shapes of parameters": shapes,
+        "freeze": repr(arguments["freeze"]),
+        "sieve": repr(arguments["sieve"]),
+        "sparsity": repr(arguments["sparsity"]),
+    }
+
+
+def _receipts(commands: list[c.Command], mine: list[c.Receipt]) -> list[c.Receipt]:
+    """Receipts for the commands of rank 0; what was put here only counts where rank 0 has the same."""
+    receipts = []
+    for command in commands:
+        same = next((receipt for receipt in mine if receipt.command == command), None)
+        if same is not None:
+            mine.remove(same)
+        receipts.append(same if same is not None else c.Receipt(command))
+    for receipt in mine:
+        reason = "commands are taken from rank 0; this rank follows"
+        receipt.land(CommandRejected(step=0, by=receipt.command.by, command=str(receipt.command), reason=reason))
+    return receipts

@@ -1,0 +1,67 @@
+"""The figures of the freezing suite are computed from the curves as its page says; one tiny run goes through."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from egeria_lab.benchmarks import freezing
+from egeria_lab.benchmarks.freezing import PLAIN, WAYS, Curve, Task, compare
+
+TINY = Task("mlp", "digits", 3, {})
+
+
+def curve(*points: tuple[float, float], saving: float = 0.0) -> Curve:
+    return Curve([s for s, _ in points], [a for _, a in points], saving, 0)
+
+
+def test_time_to_target_is_of_means_of_two_evaluations() -> None:
+    lucky = curve((1.0, 50.0), (2.0, 90.0), (3.0, 60.0), (4.0, 90.0))
+    assert lucky.smoothed() == [50.0, 70.0, 75.0, 75.0]
+    assert lucky.seconds_to(75.0) == 3.0
+    assert lucky.seconds_to(80.0) is None
+
+
+def test_ratios_and_the_target_are_those_of_plain_training() -> None:
+    plain = [curve((1.0, 70.0), (2.0, 80.0), (4.0, 80.0)), curve((1.0, 70.0), (2.0, 84.0), (4.0, 84.0))]
+    fast = [curve((1.0, 80.0), (2.0, 82.0), saving=0.4), curve((1.0, 82.0), (2.0, 84.0), saving=0.6)]
+    row = freezing._row("task", "fast", {PLAIN: plain, "fast": fast})
+    assert row["same_budget_ratio"] == 2.0
+    assert row["counted_saving"] == 0.5
+    assert row["measured_over_counted"] == 1.0
+    assert row["accuracy_percent"] == 82.0  # the target is 82 less half of 2.83: 80.6
+    assert row["seeds_that_reached_the_target"] == 1  # plain's first seed ends at 80, below the mean of both
+    assert row["time_to_target_ratio"] is None
+
+
+def test_goals_of_a_missed_target_are_not_met() -> None:
+    plain = freezing._row("task", PLAIN, {PLAIN: [curve((1.0, 70.0), (4.0, 80.0))]})
+    never = freezing._row(
+        "task",
+        "everything",
+        {PLAIN: [curve((1.0, 70.0), (4.0, 80.0))], "everything": [curve((1.0, 10.0), (2.0, 12.0))]},
+    )
+    goals = {each["name"]: each for each in freezing._goals("task", {PLAIN: plain, "everything": never})}
+    assert not goals["task: everything, same budget"]["met"]
+    assert math.isnan(goals["task: everything, time to target"]["value"])
+    assert not goals["task: everything, time to target"]["met"]
+    assert not goals["task: everything, points lost against plain"]["met"]
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_every_way_can_be_trained(way: str) -> None:
+    curves = freezing.side_by_side(replace(TINY, epochs=2), [way], seed=0)
+    assert len(curves[way].accuracies) >= 2
+    assert curves[way].seconds == sorted(curves[way].seconds)
+    assert curves[way].seconds[0] > 0
+
+
+def test_ways_run_side_by_side_and_evaluations_are_not_counted() -> None:
+    found = compare({"digits": TINY}, (PLAIN, "fixed list"), seeds=[0])
+    rows = {row["way"]: row for row in found["rows"]}
+    assert rows[PLAIN]["same_budget_ratio"] == 1.0
+    assert rows[PLAIN]["counted_saving"] == 0.0
+    assert 0.02 < rows["fixed list"]["counted_saving"] < 0.6
+    assert rows["fixed list"]["frozen_layers_at_the_end"] == 2
