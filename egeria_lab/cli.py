@@ -162,7 +162,8 @@ def _train(options: argparse.Namespace) -> int:
     done = terminal.train(
         options.file, overrides, run_dir=options.run_dir, report=options.report, say=terminal.say, progress=True
     )
-    print(json.dumps(done.figures) if options.json else done.words)
+    if done.words:
+        print(json.dumps(done.figures) if options.json else done.words)
     return 0 if done.finished else _interrupted(done.run_dir)
 
 
@@ -184,9 +185,12 @@ def _resume(options: argparse.Namespace) -> int:
     session = Session.load(options.folder, **{name: value for name, value in asked.items() if value is not None})
     try:
         before, loaded = session.steps_done, session.events[-1].sentence()
-        print(loaded, file=sys.stderr)
+        if session.is_first_rank:
+            print(loaded, file=sys.stderr)
         if options.epochs is not None or before < session.planned_steps:
-            session.run(epochs=options.epochs)
+            session.run(epochs=options.epochs, progress=session.is_first_rank)
+        if not session.is_first_rank:  # rank 0 saves and speaks
+            return 0
         saved = _saved_after_resuming(session, Path(options.folder), options.run_dir, before)
         accuracy = session.evaluate()["accuracy"]
         result = {

@@ -238,8 +238,7 @@ class Session:
         self.bad_loss = BadLossGuard(self, on_bad_loss)
         self._memory_guard = MemoryGuard(self)
         self.ranks = assembly.make_ranks(self, distributed)
-        follows = self.ranks is not None and not self.ranks.group.is_first  # rank 0 saves for all
-        self._autosave = None if run_dir is None or follows else Autosave(
+        self._autosave = None if run_dir is None or not self.is_first_rank else Autosave(
             self, run_dir, every_steps=save_every_steps, every_minutes=save_every_minutes, keep=keep_checkpoints
         )  # fmt: skip
         self.commands.on_put(self._on_command)
@@ -389,6 +388,11 @@ class Session:
     def error(self) -> BaseException | None:
         """What the last background or blocking run raised, or None."""
         return self._runner.error
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the rank that decides, saves and shows; always in a single process."""
+        return self.ranks is None or self.ranks.group.is_first
 
     @property
     def steps_done(self) -> int:

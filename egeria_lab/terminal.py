@@ -31,7 +31,7 @@ class Trained:
 
     Attributes:
         figures: the result as JSON-able plain data.
-        words: the same for a reader: accuracy, layers, savings, places.
+        words: the same for a reader: accuracy, layers, savings, places; empty on ranks other than 0.
         run_dir: where checkpoints, configuration and report lie.
         finished: False when it was interrupted.
     """
@@ -78,6 +78,8 @@ def train(
     if report is not None:
         check_destination(report)
     session = Session.from_config(config, run_dir=place)
+    if not session.is_first_rank:  # it trains, and rank 0 writes and speaks
+        return _following(session, place)
     end = session.subscribe(say) if say is not None else None
     try:
         session.config.write(place / CONFIG_NAME)
@@ -88,6 +90,14 @@ def train(
         session.close()
         if end is not None:
             end()
+
+
+def _following(session: Session, place: Path) -> Trained:
+    try:
+        session.run(progress=False)
+        return Trained({}, "", place, session.state == "finished")
+    finally:
+        session.close()
 
 
 def _result(session: Session, run_dir: Path, page: Path) -> Trained:

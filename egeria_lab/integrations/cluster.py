@@ -3,6 +3,8 @@
 ``lab.Session(..., cluster=rc)`` makes one: the same calls, the same dashboard. The training runs in the engines; this
 object holds a copy of the run's record, kept up by one thread that asks rank 0 a few times a second. Commands go to
 rank 0, which lands them on all ranks at the same step. When this kernel dies, the engines go on.
+
+The file is one piece because it is the face of `Session` once more, call by call.
 """
 
 from __future__ import annotations

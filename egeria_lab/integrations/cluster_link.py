@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from egeria_lab import commands as c
+from egeria_lab import errors
 from egeria_lab.errors import EgeriaLabError, InvalidSettingError, MissingPackageError, TrainingError
 from egeria_lab.events import CommandRejected, Event
 from egeria_lab.integrations import cluster_engine as engine
@@ -146,7 +147,7 @@ def _in_one_sentence() -> Iterator[None]:
         raise
     except Exception as error:
         kind, words = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
-        ours = getattr(importlib.import_module("egeria_lab.errors"), str(kind), None)
+        ours = getattr(errors, str(kind), None)
         if isinstance(ours, type) and issubclass(ours, EgeriaLabError):
             raise TrainingError(str(words)) if ours is EgeriaLabError else _made(ours, str(words)) from error
         if kind in ("TimeoutError", "EngineError"):

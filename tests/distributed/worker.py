@@ -143,7 +143,11 @@ def failing(seen: dict[str, Any]) -> None:
             before = digest(session)
             session.step()
     except Exception as error:
-        seen |= {"raised": f"{type(error).__name__}: {error}", "step": session.steps_done, "same": digest(session) == before}
+        seen |= {
+            "raised": f"{type(error).__name__}: {error}",
+            "step": session.steps_done,
+            "same": digest(session) == before,
+        }
 
 
 def unequal(seen: dict[str, Any]) -> None:
@@ -204,7 +208,9 @@ def steered(seen: dict[str, Any]) -> None:
         "state": session.state,
         "steps": session.steps_done,
         "digest": digest(session),
-        "landed": [f"{e.step} {e.sentence()}" for e in session.events if e.by == "user" and "Run" not in type(e).__name__],
+        "landed": [
+            f"{e.step} {e.sentence()}" for e in session.events if e.by == "user" and "Run" not in type(e).__name__
+        ],
     }
 
 

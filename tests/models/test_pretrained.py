@@ -89,7 +89,7 @@ def test_minilm_knows_that_sentences_are_alike_and_freezes() -> None:
     ("name", "shape", "options", "words"),
     [
         ("efficientnet-lite0", (3, 32), {}, r"\(1 or 3 channels, height, width\)"),
-        ("efficientnet-lite0", (3, 32, 32), {"size": 8}, "a whole number >= 32 or None"),
+        ("efficientnet-lite0", (3, 32, 32), {"size": 8}, "a whole number >= 64 or None"),
         ("minilm", (513,), {}, r"at most \(512,\)"),
     ],
 )
