@@ -35,17 +35,17 @@ def run(quick: bool) -> Result:
     """Fine-tune every arm with every seed.
 
     Args:
-        quick: fewer images and passes, for a look: about three minutes on one core.
+        quick: one seed, fewer images and passes, for a look: about four minutes on one core.
 
     Returns:
         The rows and the goals, see `egeria_lab.benchmarks.harness`.
     """
-    images, tested, epochs = (160, 200, 4) if quick else (1600, 1000, 8)
-    rows = []
-    for seed in SEEDS:
+    images, tested, epochs = (480, 200, 6) if quick else (1600, 1000, 8)
+    seeds, rows = SEEDS[:1] if quick else SEEDS, []
+    for seed in seeds:
         for arm in ARMS if seed % 2 == 0 else reversed(ARMS):
             rows.append(fine_tuned(arm, seed, images, tested, epochs))
-    return result("finetune", rows, goals(rows), list(SEEDS))
+    return result("finetune", rows, goals(rows), list(seeds))
 
 
 def fine_tuned(arm: str, seed: int, images: int, tested: int, epochs: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_arm = {arm: [row for row in rows if row["name"] == arm] for arm in ARMS}
     plain, frozen = by_arm["plain"], by_arm["plasticity + cache"]
     times = {arm: {row["seed"]: row["cpu_seconds"] for row in of} for arm, of in by_arm.items()}
-    ratio = mean(times["plain"][seed] / times["plasticity + cache"][seed] for seed in SEEDS)
+    ratio = mean(times["plain"][seed] / times["plasticity + cache"][seed] for seed in times["plain"])
     lost = mean(row["accuracy"] for row in plain) - mean(row["accuracy"] for row in frozen)
     noise = stdev(row["accuracy"] for row in plain) if len(plain) > 1 else 0.0
     return [

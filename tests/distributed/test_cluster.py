@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    cluster = ipyparallel.Cluster(n=2, log_level=40)
+    cluster = ipyparallel.Cluster(n=2, log_level=40, engine_timeout=300)
     yield cluster.start_and_connect_sync(n=2)
     cluster.stop_cluster_sync()
 
