@@ -264,8 +264,10 @@ class Session:
         with self._lock, self._uninterrupted():
             if self._pass_owed:  # the last step was made, and what follows the end of a pass failed
                 self.finish_pass()
-            self.land_commands(before_step=True)
+            self.land_commands("step")
             batch, result, rate = self.bad_loss.step(self._try_batch)
+            if self.ranks is not None:
+                self.ranks.torn = True  # until the step is written down: half of one may not be saved
             self._steps_done = number = self._steps_done + 1
             self._pass_owed = pass_is_over = self._passes.step_made()
             self.schedule.after_step()
@@ -289,6 +291,8 @@ class Session:
             if pass_is_over:
                 self.finish_pass()
             self.bad_loss.after_step(pass_is_over)
+            if self.ranks is not None:
+                self.ranks.torn = False
             if self._autosave is not None:
                 self._autosave.after_step()
             return record
@@ -376,7 +380,7 @@ class Session:
         """Lengthen the budget; the schedule is planned again over the new length."""
         valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
         require(valid, "Session.extend", "epochs", epochs, "a number > 0")
-        return self.commands.put(c.Extend(epochs=epochs))
+        return self._put(c.Extend(epochs=epochs))
 
     @property
     def state(self) -> str:
@@ -659,7 +663,7 @@ class Session:
         with self._lock:
             self._closed = True
             if self._autosave is not None:
-                self._autosave.close()
+                self._autosave.close(save=self.ranks is None or not self.ranks.torn)
             self._passes.read_again()  # ends the processes that read ahead
             self._steering.close(self._steps_done)
             if self.ranks is not None:
@@ -693,18 +697,23 @@ class Session:
             batch = self._passes.next_batch()
             return batch, self.trainer.step(batch, number, self.recorder.around_forward(batch)), rate
 
-    def land_commands(self, before_step: bool = False) -> None:
-        """Carry out what waits in the queue, at a step boundary."""
+    def land_commands(self, kind: str = "wait") -> None:
+        """Carry out what waits in the queue, at a step boundary; `kind` tells other ranks what follows."""
         with self._lock, self._uninterrupted(nested=True):
             self.command_log.note_plan(self.budget, self._steps_done)
-            for waiting in self._landings(before_step):
+            for waiting in self._landings(kind):
                 self._undo_ring.land_all(waiting)
                 if waiting:
                     self.bad_loss.landed()
 
-    def _landings(self, before_step: bool) -> Iterable[list[c.Receipt]]:
+    def land_if_alone(self) -> None:
+        """Carry out what waits in the queue, unless other ranks would have to do so at the same moment."""
+        if self.ranks is None:
+            self.land_commands()
+
+    def _landings(self, kind: str) -> Iterable[list[c.Receipt]]:
         if self.ranks is not None:
-            return self.ranks.landings(self.commands, before_step=before_step)
+            return self.ranks.landings(self.commands, kind)
         return [self.commands.drain()]
 
     def come_to_rest(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -140,7 +141,7 @@ class Group:
 
 def lost(rank: int, size: int, what: str, error: BaseException) -> TrainingError:
     """The error for a rank that no longer answers."""
-    words = str(error).strip().partition("\n")[0][:160]
+    words = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).partition("\n")[0][:160]
     return TrainingError(
         f"rank {rank} of {size} ended: another rank died or was silent too long, while waiting for {what} ({words}). "
         "Start again from the last checkpoint, with as many ranks as there are: "

@@ -30,6 +30,8 @@ MOST_IDS_SHOWN = 5
 class BadLossGuard:
     """Makes the steps of a session, whatever their loss.
 
+    Except under ``"stop"``, which costs nothing, gradients are looked at too: a finite loss may have others.
+
     - ``"stop"``: the error is raised; the batch comes again.
     - ``"skip"``: the batch is passed over and the next one is trained on under the same step number: rule, schedule
       and tables see made steps only, so that the plan has as many of them as before. When `MOST_SKIPPED` in a row
@@ -61,6 +63,7 @@ class BadLossGuard:
         if policy not in POLICIES:
             raise unknown_name("on_bad_loss", policy, POLICIES)
         self.policy = policy
+        session.trainer.guards_gradients = policy != "stop"
         self.roll_backs = 0
         self._session = session
         self._kept: SessionState | None = None

@@ -38,6 +38,11 @@ def fork(session: Any, make: Callable[..., Any], **changes: Any) -> Any:
     check_names("fork()", make, changes)
     session._check_open()
     check_between_steps(session, "fork()")
+    if session.ranks is not None:
+        raise InvalidSettingError(
+            "fork() works in a single process, not with several ranks: save(path) on rank 0, and load the file in a "
+            "session of its own."
+        )
     with session._lock:
         session.land_commands()  # what was asked before counts for both
         state = capture(session)

@@ -39,6 +39,7 @@ class Ranks:
 
     Attributes:
         exchange: averages gradients and counts their bytes.
+        torn: a step was made here that is not written down: another rank was lost in the middle of it.
 
     Raises:
         InvalidSettingError: when the ranks were not asked for the same thing.
@@ -49,6 +50,7 @@ class Ranks:
         self._session = session
         self._share = Share(group.rank, group.size, always=True)
         self._voted = False
+        self.torn = False
         trainer, source = session.trainer, session._train_source
         if source.accumulate > 1:
             raise InvalidSettingError(
@@ -70,19 +72,20 @@ class Ranks:
 
     # --- before a step ---------------------------------------------------------------------------------
 
-    def landings(self, queue: c.CommandQueue, *, before_step: bool) -> Iterator[list[c.Receipt]]:
+    def landings(self, queue: c.CommandQueue, kind: str = "wait") -> Iterator[list[c.Receipt]]:
         """The commands of rank 0, to be carried out in this order; on others until rank 0 begins its step.
 
         Args:
             queue: commands that were put on this rank; on ranks other than 0 they only get their receipts.
-            before_step: a step follows.
+            kind: ``"step"`` when a step follows, ``"rest"`` when all ranks land commands without one, ``"wait"`` when
+                the others shall stay.
 
         Raises:
             FollowingEndedError: on the others, when rank 0 ended its run.
         """
         if self.group.is_first:
             receipts = queue.drain()
-            self.group.from_first(("step" if before_step else "wait", [r.command for r in receipts]), "commands")
+            self.group.from_first((kind, [r.command for r in receipts]), "commands")
             yield receipts
             return
         kind, commands = "wait", list[c.Command]()

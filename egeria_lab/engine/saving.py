@@ -40,7 +40,7 @@ def save(session: Any, path: str | os.PathLike[str]) -> Path:
     start = time.perf_counter()
     target = check_path("Session.save: path", path)
     with session._lock:
-        session.land_commands()  # what was asked before is part of what is saved
+        session.land_if_alone()  # what was asked before is part of what is saved
         state = capture(session)
         session.bad_loss.keep(state)  # what goes on from the file would go back to it, too
     size = write(target, _whole(session, state))
@@ -192,9 +192,9 @@ class Autosave:
         """The newest checkpoint there is what the session was loaded from: the next one is due as if never stopped."""
         self._saved_step = self._session.steps_done
 
-    def close(self) -> None:
+    def close(self, save: bool = True) -> None:
         """Save what was trained since the last checkpoint, and give the directory back."""
-        if self._session.steps_done != self._saved_step:
+        if save and self._session.steps_done != self._saved_step:
             self.save()
         for end in self._unsubscribe:
             end()

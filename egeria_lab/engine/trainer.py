@@ -5,6 +5,7 @@ The file is one piece because the order of these four, and what may fail in betw
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,6 +145,7 @@ class Trainer:
         self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
         self.update_hooks: UpdateHooks | None = None
         self.ranks: OtherRanks | None = None
+        self.guards_gradients = False
         self.sample_weights: Callable[[Tensor], Tensor | None] | None = None
         self.check_signals: Callable[[SampleSignals], None] | None = None
         self.layers = LayerModules([])
@@ -246,7 +248,7 @@ class Trainer:
             for part, share in zip(parts, shares, strict=True):
                 around = around_forward if part is parts[0] else nullcontext()
                 made.append(self._forward_and_backward(part, share, number, around))
-            self._update()
+            self._update(batch, number)
         seconds = time.perf_counter() - start
         value = sum(share * one.loss for share, one in zip(shares, made, strict=True))
         right = [one.accuracy for one in made if one.accuracy is not None]
@@ -357,7 +359,7 @@ class Trainer:
         else:
             backward()
 
-    def _update(self) -> None:
+    def _update(self, batch: Batch, number: int) -> None:
         """Optimizer step with the gradients there are; loss scaling skips it when one of them overflowed."""
         self._check_gradients()
         scaler = self.scaler if any(p.grad is not None for p in _held(self.optimizer)) else None
@@ -365,8 +367,13 @@ class Trainer:
             scaler.unscale_(self.optimizer)
         if self.update_hooks is not None:
             self.update_hooks.after_backward()
+        active = [p for p in self.model.parameters() if p.grad is not None]
+        if self.guards_gradients and scaler is None:
+            norm = float(nn.utils.get_total_norm([p.grad for p in active if p.grad is not None]))
+            if not math.isfinite(norm):
+                words = self._not_finite(norm, number).replace("the loss is", "the norm of the gradients is", 1)
+                raise BadLossError(words, norm, tuple(batch.ids.tolist()))
         if self.max_grad_norm is not None:
-            active = [p for p in self.model.parameters() if p.grad is not None]
             nn.utils.clip_grad_norm_(active, self.max_grad_norm)
         self.watch.step(self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer))
         if scaler is not None:
@@ -492,6 +499,13 @@ class Trainer:
 
     def _not_finite(self, value: float, number: int) -> str:
         rate = self.optimizer.param_groups[0]["lr"]
+        broken = next((name for name, p in self.model.named_parameters() if not torch.isfinite(p).all()), None)
+        if broken is not None:
+            return (
+                f"the loss is {value} at step {number}, and so are weights already ({broken}): a gradient of an "
+                "earlier step was not finite. Go back with undo() or to the last checkpoint, and train with "
+                'on_bad_loss="skip" or "roll_back", which look at gradients too.'
+            )
         return (
             f"the loss is {value} at step {number} (learning rate {rate:.3g}). The step was not applied. "
             "Lower the learning rate (session.override('optimizer.lr', …)) or check the inputs for values "

@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.config import Setting
-from egeria_lab.errors import TrainingError, unknown_name
+from egeria_lab.errors import InvalidSettingError, TrainingError, unknown_name
 from egeria_lab.events import Event, EventLog, Scalar
 from egeria_lab.history import History
 from egeria_lab.integrations import cluster_engine as engine
@@ -109,6 +109,21 @@ class ClusterSession:
         """Write a checkpoint, on the machine of rank 0."""
         return Path(self._first("save", str(path)))
 
+    def fork(self, **_changes: Any) -> Any:
+        """Not on a cluster.
+
+        Raises:
+            InvalidSettingError: always, with the way round.
+        """
+        raise InvalidSettingError(
+            "fork() works in a single process, not on a cluster: save(path), and load the file in a session of its own."
+        )
+
+    def report(self, path: str | Path = "report.html") -> Path:
+        """Write one self-contained offline page, on this machine, with what has arrived here."""
+        written: Path = importlib.import_module("egeria_lab.dashboard.report").write_report(self, path)
+        return written
+
     def export(self) -> Any:
         """The plain model and its `state_dict`, fetched from rank 0."""
         return self._first("export")
@@ -133,7 +148,7 @@ class ClusterSession:
 
     def override(self, name: str, value: Scalar, layer: str | None = None) -> c.Receipt:
         """Give a setting a new value on all ranks, at the same step; rank 0 checks it."""
-        self.setting(name)
+        self._link.first(engine.check, name, value, None if layer is None else self.layers[layer].name)
         return self._put(c.Override(name=name, value=value, layer=layer))
 
     def reset(self, name: str, layer: str | None = None) -> c.Receipt:
@@ -144,6 +159,14 @@ class ClusterSession:
     def extend(self, epochs: float) -> c.Receipt:
         """Lengthen the budget."""
         return self._put(c.Extend(epochs=epochs))
+
+    def discard(self, sample_ids: Iterable[int]) -> c.Receipt:
+        """Take samples out of training on all ranks, until they are restored."""
+        return self._put(c.Discard(ids=tuple(int(i) for i in sample_ids)))
+
+    def restore(self, sample_ids: Iterable[int]) -> c.Receipt:
+        """Give discarded samples back to training."""
+        return self._put(c.Restore(ids=tuple(int(i) for i in sample_ids)))
 
     def undo(self) -> c.Receipt:
         """Go back to the state right before the newest command landed, on all ranks."""
@@ -268,7 +291,14 @@ class ClusterSession:
     def _put(self, command: c.Command) -> c.Receipt:
         if self.error is not None:
             raise self.error
-        return self.commands.put(command)
+        if self._closed:
+            raise InvalidSettingError("this session is closed; build a new one to train on.")
+        receipt = self.commands.put(command)
+        if self.state not in ("running", "paused"):  # nobody steps: all ranks land it now
+            self._refresh()
+            self._link.everywhere(engine.land)
+            self._refresh()
+        return receipt
 
     def _everywhere(self, name: str, *arguments: Any, **options: Any) -> Any:
         self._refresh()  # what was put before this call lands before its first step

@@ -126,6 +126,17 @@ def call(name: str, *arguments: Any, **options: Any) -> Any:
     return None if isinstance(result, (Session, c.Receipt)) else result
 
 
+def check(name: str, value: Any, layer: str | None) -> None:
+    """Raise for a setting that cannot be changed so."""
+    session().settings_book.check(name, value, layer)
+
+
+def land() -> None:
+    """Land what waits in the queue of rank 0, on every rank: no run is under way."""
+    if session().state not in ("running", "paused"):
+        session().land_commands("rest")
+
+
 def exchange(commands: list[tuple[int, c.Command]], seen: Seen) -> News:
     """Put commands into the queue of rank 0 and answer with what is new.
 

@@ -121,13 +121,13 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
         """After each update: read, decide, count."""
         if self.freezer is None or self._batch is None:
             return
-        loss = self._loss if self._loss is not None else float("nan")
-        batch, self._batch, self._loss = self._batch, None, None
+        loss, batch = self._loss, self._batch
+        self._loss = self._batch = None
         self.freezer.after_step(batch, loss)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **things: Any) -> None:
         """A guard looks at ``eval_accuracy`` where it is computed."""
-        if self.freezer is not None and metrics:
+        if self.freezer is not None and not self.freezer.closed and metrics:
             self.freezer.after_epoch(float(metrics.get("eval_loss", float("nan"))), metrics.get("eval_accuracy"))
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:

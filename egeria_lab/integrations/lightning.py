@@ -100,14 +100,14 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
         self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int, *_more: Any
     ) -> None:
         """After each update: read, decide, count."""
-        if self.freezer is None or trainer.global_step == self._updates:
+        if self.freezer is None or self.freezer.closed or trainer.global_step == self._updates:
             return  # the window of accumulated batches is not full
         self._updates = trainer.global_step
         self.freezer.after_step(batch, _loss_in(outputs))
 
     def on_validation_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """A guard looks at ``val_acc`` or ``val_accuracy`` where it is logged."""
-        if self.freezer is None or trainer.sanity_checking:
+        if self.freezer is None or self.freezer.closed or trainer.sanity_checking:
             return
         logged = trainer.callback_metrics
         accuracy = next((float(logged[name]) for name in ("val_acc", "val_accuracy") if name in logged), None)
@@ -130,7 +130,7 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
         checkpoint["optimizer_states"] = self.freezer.whole_optimizer_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: what is frozen, the rule, the tables."""
+        """What a resumed run needs: what is frozen, the rule, the tables; after fitting, as they were at its end."""
         return {} if self.freezer is None else self.freezer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,9 +138,9 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
         self._saved = state_dict or None
 
 
-def _loss_in(outputs: Any) -> Tensor | float:
+def _loss_in(outputs: Any) -> Tensor | float | None:
     if isinstance(outputs, Mapping):
         outputs = outputs.get("loss")
     if isinstance(outputs, (Tensor, float)):
         return outputs
-    return float("nan")  # manual optimisation may return nothing
+    return None  # manual optimisation may return nothing

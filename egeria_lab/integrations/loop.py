@@ -15,23 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
-from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.algorithms.sieving.settings import SieveSettings
-from egeria_lab.config import Settings, derive_seed
+from egeria_lab.config import Settings
 from egeria_lab.data.loaders import Batch, BatchSource
-from egeria_lab.data.private_generator import private_generator
 from egeria_lab.data.sieved import KeptSampler
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.monitor import PlasticityMonitor
-from egeria_lab.engine.optimizer_set import OptimizerSet, parts_of
+from egeria_lab.engine.optimizer_set import parts_of
 from egeria_lab.engine.recorder import Recorder, StepRecord
 from egeria_lab.engine.rules import FreezeSettings, make_rule
 from egeria_lab.engine.schedules import Schedule as RateSchedule
@@ -39,10 +36,25 @@ from egeria_lab.engine.sieving import SessionSieve
 from egeria_lab.engine.signals import sample_signals
 from egeria_lab.engine.steering import Steering
 from egeria_lab.engine.trainer import Forward, StepResult, Trainer
-from egeria_lab.errors import DataError, InvalidSettingError, is_whole, require
-from egeria_lab.events import Event, EventLog
+from egeria_lab.errors import CheckpointError, InvalidSettingError
+from egeria_lab.events import Event, EventLog, Notice
 from egeria_lab.history import History
 from egeria_lab.integrations.kept import kept, put_back
+from egeria_lab.integrations.loop_checks import (
+    as_number,
+    bad_loss_notice,
+    batch_rows,
+    check_model,
+    check_no_sieve_arguments,
+    check_plan,
+    claim,
+    loader_length,
+    one_optimizer,
+    release,
+    two_samples,
+)
+
+__all__ = ["DEFAULT_STEPS", "LoopFreezer", "batch_rows"]
 
 DEFAULT_STEPS = 10**9
 """Length of a loop that does not say; only schedules and shares of a plan look at it."""
@@ -81,9 +93,11 @@ class LoopFreezer:
         history: the tables of numbers.
         sieve: which samples are kept.
         steps_done: updates so far.
+        closed: True after `close`: nothing can be changed any more, everything can still be read.
 
     Raises:
-        InvalidSettingError, LayerError, DataError: when model, example and settings do not go together.
+        InvalidSettingError, LayerError, DataError: when model, optimizer, example and settings do not go together, and
+            when another `LoopFreezer` of this model is open.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -119,11 +133,12 @@ class LoopFreezer:
         park_state: str = "keep",
         seed: int = 0,
     ) -> None:
+        check_model(model)
         if isinstance(example, DataLoader):
-            steps_per_epoch = steps_per_epoch or _length(example)
-            example = _two_samples(example, seed)
-        _check_plan(freeze, sieve, steps_per_epoch, total_steps, dataset, batch_size)
-        self.optimizer = _one(optimizer, model)
+            steps_per_epoch = loader_length(example) if steps_per_epoch is None else steps_per_epoch
+            example = two_samples(example, seed)
+        check_plan(freeze, sieve, steps_per_epoch, total_steps, dataset, batch_size)
+        self.optimizer = one_optimizer(optimizer, model)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.trainer = Trainer(model, self.optimizer, loss=None, forward=forward, device=device, seed=seed)
         first = Batch(torch.arange(batch_rows(example)), example)
@@ -149,6 +164,10 @@ class LoopFreezer:
         self._steering.owners["sieve"] = self.sieve.change
         self.steps_done = 0
         self._epochs_done = 0
+        self._loss_was_bad = False
+        self._last_state: dict[str, Any] | str | None = None
+        self.closed = False
+        claim(model, self)
         self._clock = time.perf_counter()
 
     # --- in the loop -----------------------------------------------------------------------------------
@@ -156,7 +175,7 @@ class LoopFreezer:
     def after_step(
         self,
         batch: Any,
-        loss: Tensor | float,
+        loss: Tensor | float | None,
         *,
         accuracy: float | None = None,
         ids: Tensor | None = None,
@@ -171,7 +190,8 @@ class LoopFreezer:
 
         Args:
             batch: what was trained on; of an accumulated update, any part of it.
-            loss: its mean loss.
+            loss: its mean loss; None where it is not known. A loss that is not finite leaves a `Notice` event, one for
+                a row of them: the update has been made by then.
             accuracy: share of right predictions, for the tables only.
             ids: with a sieve: sample ids of the batch, int64.
             outputs, targets: with a sieve that counts what is forgotten: class scores and labels of the batch.
@@ -179,13 +199,18 @@ class LoopFreezer:
 
         Raises:
             TrainingError: when activations are not finite.
-            InvalidSettingError: when a sieve lacks what it needs.
+            DataError: for a batch without a sample.
+            InvalidSettingError: when a sieve lacks what it needs, for what only a sieve takes where there is none, for a
+                loss that is no number, and after `close`.
         """
+        self._check_open("after_step")
         seconds = time.perf_counter() - self._clock
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        value = float("nan") if loss is None else as_number("after_step(…): loss", loss)
+        accuracy = None if accuracy is None else as_number("after_step(…): accuracy", accuracy)
+        content = Batch(torch.arange(batch_rows(batch)), batch)
         self._tell_sieve(ids, outputs, targets, losses)
         self.steps_done += 1
-        content = Batch(torch.arange(batch_rows(batch)), batch)
+        self._note_bad_loss(None if loss is None else value)
         rate, started = self._learning_rate, time.perf_counter()
         decisions = [] if self.rule is None else self.rule.after_step(
             content, step=self.steps_done, passes=self.epoch, loss=value, learning_rate=rate,
@@ -200,7 +225,15 @@ class LoopFreezer:
         return record
 
     def after_epoch(self, valid_loss: float = float("nan"), valid_accuracy: float | None = None) -> None:
-        """Count one pass; a guard looks at the accuracy, and a sieve exchanges samples when it is time."""
+        """Count one pass; a guard looks at the accuracy, and a sieve exchanges samples when it is time.
+
+        Raises:
+            InvalidSettingError: for what is no number, and after `close`.
+        """
+        self._check_open("after_epoch")
+        valid_loss = as_number("after_epoch(…): valid_loss", valid_loss)
+        if valid_accuracy is not None:
+            valid_accuracy = as_number("after_epoch(…): valid_accuracy", valid_accuracy)
         finished, self._epochs_done = self._epochs_done, self._epochs_done + 1
         self.sieve.finish_pass(finished, self.steps_done, self.budget.total_steps)
         event = self.recorder.finish_epoch(self._epochs_done, self.steps_done, valid_loss, valid_accuracy)
@@ -245,6 +278,7 @@ class LoopFreezer:
 
     def override(self, name: str, value: Any, layer: str | None = None) -> c.Receipt:
         """Give a setting of the rule or the sieve a new value, for all layers or for one."""
+        self._check_open("override")
         self.settings_book.check(name, value, layer)
         return self._land(c.Override(name=name, value=value, layer=layer))
 
@@ -276,8 +310,19 @@ class LoopFreezer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next, as text and tensors: `torch.load` needs no pickle for it.
 
-        Optimizer state of frozen layers lies in `whole_optimizer_state`.
+        Optimizer state of frozen layers lies in `whole_optimizer_state`. After `close` it is the state
+        from right before it, with what was frozen then.
+
+        Raises:
+            CheckpointError: after `close`, when the state could not be read then.
         """
+        if isinstance(self._last_state, str):
+            raise CheckpointError(
+                f"the state could not be read when this LoopFreezer was closed: {self._last_state} Save it before "
+                "close()."
+            )
+        if self._last_state is not None:
+            return dict(self._last_state)
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         parts["freezer"] = self.freezer.state_dict(optimizer_state=False)
         return kept({"steps": self.steps_done, "epochs": self._epochs_done, "parts": parts})
@@ -287,7 +332,9 @@ class LoopFreezer:
 
         Raises:
             CheckpointError, LayerError: when the state is none of ours, or that of another model.
+            InvalidSettingError: after `close`.
         """
+        self._check_open("load_state_dict")
         tree = put_back(state)
         self.freezer.load_state_dict(tree["parts"]["freezer"])
         for name, part in self._parts().items():
@@ -297,7 +344,15 @@ class LoopFreezer:
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        """Thaw everything and leave nothing of ours in the model; what was recorded can still be read."""
+        """Thaw everything and leave nothing of ours in the model; what was recorded stays readable. Twice is once."""
+        if self.closed:
+            return
+        try:  # a checkpoint may be written after training has ended, when the rule's worker is gone
+            self._last_state = self.state_dict()
+        except Exception as error:  # closing may not depend on it
+            self._last_state = f"{error}"
+        self.closed = True
+        release(self.trainer.model, self)
         self._steering.close(self.steps_done)
         if self.rule is not None:
             self.rule.close()
@@ -308,7 +363,21 @@ class LoopFreezer:
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def _check_open(self, call: str) -> None:
+        if self.closed:
+            raise InvalidSettingError(
+                f"{call}(): this LoopFreezer is closed, and its layers train again; build a new one to go on."
+            )
+
+    def _note_bad_loss(self, loss: float | None) -> None:
+        message = None if loss is None else bad_loss_notice(loss, self.steps_done)
+        if message is not None and not self._loss_was_bad:
+            self.events.append(Notice(step=self.steps_done, message=message))
+        self._loss_was_bad = message is not None
+
     def _land(self, command: c.Command) -> c.Receipt:
+        names = {c.FreezeLayer: "freeze", c.ThawLayer: "thaw", c.PinLayer: "pin", c.UnpinLayer: "unpin"}
+        self._check_open(names.get(type(command), "override"))
         receipt = c.Receipt(command)
         self._steering.land(receipt, self.steps_done)
         return receipt
@@ -321,6 +390,8 @@ class LoopFreezer:
         return {name: part for name, part in known.items() if part is not None}
 
     def _tell_sieve(self, ids: Tensor | None, outputs: Any, targets: Any, losses: Tensor | None) -> None:
+        if self.sieve.settings is None:
+            check_no_sieve_arguments(ids=ids, outputs=outputs, targets=targets, losses=losses)
         if not self.sieve.needs:
             return
         if ids is None:
@@ -332,72 +403,6 @@ class LoopFreezer:
         signals = sample_signals(outputs, targets, rows, len(ids))
         self.sieve.check(signals)
         self.sieve.observe(Batch(torch.as_tensor(ids).cpu(), None), signals)
-
-
-def batch_rows(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor in it.
-
-    Raises:
-        DataError: when there is no tensor in it.
-
-    Example:
-        >>> batch_rows({"input_ids": torch.zeros(3, 7), "labels": torch.zeros(3)})
-        3
-    """
-    content = dict(batch) if isinstance(batch, Mapping) else batch
-    first = next((leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if first is None:
-        raise DataError(f"a batch must hold a tensor whose rows are its samples; got {type(batch).__name__}.")
-    return len(first)
-
-
-def _one(optimizer: Optimizer | Sequence[Optimizer] | None, model: nn.Module) -> Optimizer:
-    if optimizer is None:  # nobody's: only its groups are looked at
-        return torch.optim.SGD(model.parameters(), lr=1.0)
-    made = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not made or not all(isinstance(one, Optimizer) for one in made):
-        raise InvalidSettingError(
-            f"LoopFreezer.optimizer must be a torch Optimizer or a list of them, got {optimizer!r}."
-        )
-    return made[0] if len(made) == 1 else OptimizerSet(made)
-
-
-def _check_plan(freeze: Any, sieve: Any, steps_per_epoch: Any, total_steps: Any, dataset: Any, batch_size: Any) -> None:
-    for name, steps in (("steps_per_epoch", steps_per_epoch), ("total_steps", total_steps)):
-        valid = steps is None or (is_whole(steps) and steps >= 1)
-        require(valid, "LoopFreezer", name, steps, "a whole number >= 1 or None")
-    if isinstance(freeze, Plasticity) and steps_per_epoch is None:
-        raise InvalidSettingError(
-            "Plasticity begins after the first pass over the data: give example=loader, or steps_per_epoch=."
-        )
-    if isinstance(freeze, Schedule):
-        if total_steps is None:
-            raise InvalidSettingError("a Schedule freezes at shares of the training: give total_steps=.")
-        if freeze.has_own_rates:
-            raise InvalidSettingError(
-                "block_lr='cosine' gives each layer a learning rate of its own, and in a loop of your own the rates "
-                "are yours; choose Schedule(…, block_lr='global')."
-            )
-    if sieve is not None and (dataset is None or batch_size is None or total_steps is None):
-        raise InvalidSettingError("a sieve needs dataset=, batch_size= and total_steps= beside it.")
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # iterable data without a length
-        return None
-
-
-def _two_samples(loader: DataLoader[Any], seed: int) -> Any:
-    """The first two samples, collated; what data set and collate draw comes from a generator of ours."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            "an iterable data set has no first samples to look at twice: give example=batch, one batch of it."
-        )
-    dataset: Any = loader.dataset
-    with private_generator(derive_seed(seed, "example")):
-        return loader.collate_fn([dataset[i] for i in range(min(2, len(dataset)))])
 
 
 def _source(dataset: Any, batch_size: int | None, seed: int) -> BatchSource:

@@ -36,12 +36,20 @@ def on_each(client: Any, what: str) -> list[Any]:
 DIGEST = "hashlib.sha256(b''.join(v.numpy().tobytes() for v in session.model.state_dict().values())).hexdigest()"
 
 
-def test_commands_reach_both_ranks_at_the_same_step(client: Any) -> None:
+def test_commands_reach_both_ranks_at_the_same_step(client: Any, tmp_path: Path) -> None:
     session: Any = lab.Session(
         "mlp", "digits", epochs=4000, freeze=lab.Plasticity(interval_steps=3), device="cpu", cluster=client
     )
     try:
         session.step(3)
+        assert session.save(str(tmp_path / "run.ckpt")).exists()  # at rest: nobody steps, nobody waits
+        with pytest.raises(lab.InvalidSettingError, match=r"got -1"):
+            session.override("freeze.tolerance", -1)
+        with pytest.raises(lab.InvalidSettingError, match=r"^fork\(\) works in a single process"):
+            session.fork()
+        pinned = session.pin("layers.2")
+        assert pinned.state == "done"
+        assert on_each(client, "session.layers.pinned") == [("layers.2",)] * 2
         assert (session.steps_done, len(session.history.steps)) == (3, 3)
         session.start()
         moved = session.override("freeze.tolerance", 0.7)
@@ -53,7 +61,7 @@ def test_commands_reach_both_ranks_at_the_same_step(client: Any) -> None:
             "[(e.step, type(e).__name__) for e in session.events if e.by == 'user' and not 'Run' in type(e).__name__]"
         )
         first, second = on_each(client, by_hand)
-        assert first == second == [(moved.event.step, "SettingChanged"), (frozen.event.step, "LayerFrozen")]
+        assert first[-2:] == second[-2:] == [(moved.event.step, "SettingChanged"), (frozen.event.step, "LayerFrozen")]
         assert session.layers["layers.0"].state == "frozen"
         assert session.setting("freeze.tolerance") == 0.7
         thawed = session.thaw("layers.0")

@@ -116,3 +116,5 @@ def test_rank_0_pauses_steers_and_stops_all(tmp_path: Path) -> None:
         "layers.0 frozen", "layers.1 frozen",
     ]  # fmt: skip
     assert "commands are taken from rank 0" in second["rejected"]
+    assert first["fork"].startswith("fork() works in a single process")
+    assert all((tmp_path / f"{name}.ckpt").exists() for name in ("rank0", "rank1", "again"))

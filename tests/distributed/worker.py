@@ -17,7 +17,7 @@ import egeria_lab as lab
 from egeria_lab.data.datasets import ArrayDataset
 
 RANK = int(os.environ.get("RANK", "0"))
-OUT = Path(sys.argv[2])
+OUT = Path(sys.argv[2]) if __name__ == "__main__" else Path()
 
 
 def main() -> None:
@@ -186,6 +186,15 @@ def resumed(seen: dict[str, Any]) -> None:
 def steered(seen: dict[str, Any]) -> None:
     """A background run that rank 0 pauses, steers and stops."""
     session = lab.Session("mlp", "digits", epochs=4000, freeze=None, device="cpu")
+    session.step()
+    session.save(OUT / f"rank{RANK}.ckpt")  # at rest, each for itself: nobody waits for anybody
+    if RANK == 1:
+        session.save(OUT / "again.ckpt")
+    try:
+        session.fork()
+    except lab.InvalidSettingError as error:
+        seen["fork"] = str(error)
+    session.step()
     session.start()
     if RANK == 0:
         receipt = session.freeze("layers.0")
@@ -209,7 +218,9 @@ def steered(seen: dict[str, Any]) -> None:
         "steps": session.steps_done,
         "digest": digest(session),
         "landed": [
-            f"{e.step} {e.sentence()}" for e in session.events if e.by == "user" and "Run" not in type(e).__name__
+            f"{e.step} {e.sentence()}"
+            for e in session.events
+            if e.by == "user" and not type(e).__name__.startswith(("Run", "Checkpoint"))
         ],
     }
 

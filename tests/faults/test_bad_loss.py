@@ -322,3 +322,30 @@ def test_fp16_scaling_and_masks_are_put_back(make_session: Callable[..., lab.Ses
         assert session.events.of(BatchSkipped)
         assert session.steps_done == session.planned_steps
         session.close()
+
+
+class SpoilsGradient:
+    """Cross-entropy whose value is fine and whose gradient is not, in one call of training."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(scores, targets)
+        self.calls += scores.requires_grad
+        spoils = scores.requires_grad and self.calls == self.at
+        return loss + (scores.sum() * 0).sqrt() if spoils else loss
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too() -> None:
+    session = digits(lab.data.load("digits"), loss=SpoilsGradient(5), on_bad_loss="skip")
+    session.step(10)
+    skipped = [event for event in session.events if isinstance(event, BatchSkipped)]
+    assert [event.step for event in skipped] == [4]
+    assert all(bool(torch.isfinite(p).all()) for p in session.model.parameters())
+
+
+def test_when_nobody_looks_at_gradients_the_message_says_that_weights_are_broken() -> None:
+    session = digits(lab.data.load("digits"), loss=SpoilsGradient(5), freeze=None)
+    with pytest.raises(BadLossError, match=r"so are weights already \(layers\.0.*a gradient of an earlier step"):
+        session.step(10)

@@ -131,6 +131,19 @@ def test_checkpoints_go_on_frozen_and_load_without_the_callback(tmp_path: Path, 
     assert not torch.equal(without.net.get_submodule("layers.0").linear.weight, before)  # type: ignore[arg-type,union-attr]
 
 
+def test_a_checkpoint_after_fitting_goes_on_frozen_as_it_was_at_the_end(tmp_path: Path) -> None:
+    callback = ours.FreezeCallback()  # the default rule, whose worker ends with fitting
+    module = Digits()
+    trainer = fit(module, callback, FreezeAt(callback, 5), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.validate(module, loaders()[1], verbose=False)  # nothing is counted any more
+    resumed = ours.FreezeCallback()
+    fit(Digits(), resumed, resume=tmp_path / "a.ckpt", max_epochs=2)
+    assert resumed.freezer is not None
+    assert resumed.freezer.steps_done == 90
+    assert resumed.freezer.recorder.frozen_steps["net.layers.0"] == 85
+
+
 def test_a_failing_step_leaves_the_module_as_it_was() -> None:
     class Failing(Digits):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import egeria_lab as lab
-from egeria_lab.events import EpochFinished, LayerFrozen, LayerThawed, SamplesSieved
+from egeria_lab.events import EpochFinished, LayerFrozen, LayerThawed, Notice, SamplesSieved
+from egeria_lab.integrations.kept import put_back
 from egeria_lab.integrations.loop import LoopFreezer, batch_rows
 
 RULE = lab.Plasticity(interval_steps=4, window=3, patience=2, tolerance=1.2, bootstrap_change=5.0, refresh_evals=30)
@@ -287,3 +288,133 @@ def test_iterable_data_and_dict_batches_are_fine() -> None:
     assert [len(state["param_groups"][0]["params"]) for state in states] == [2, 2]
     with pytest.raises(lab.DataError, match="a batch must hold a tensor"):
         batch_rows(["text"])
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_after_close_everything_can_be_read_and_nothing_changed() -> None:
+    model, optimizer, loader, _ = build()
+    freezer = LoopFreezer(model, optimizer, example=loader)  # the default rule, whose readings a worker makes
+    batch = next(iter(loader))
+    freezer.after_step(batch, step(model, optimizer, batch))
+    freezer.freeze("layers.0")
+    before = freezer.state_dict()
+    freezer.close()
+    freezer.close()
+    assert freezer.closed
+    told = [put_back(state)["parts"] for state in (freezer.state_dict(), before)]
+    assert told[0]["freezer"] == told[1]["freezer"]
+    assert told[0]["board"] == told[1]["board"]
+    count = len(freezer.events)
+    changes: list[tuple[str, tuple[Any, ...]]] = [
+        ("freeze", ("layers.0",)), ("thaw", ("layers.0",)), ("pin", ("layers.0",)), ("unpin", ("layers.0",)),
+        ("override", ("freeze.tolerance", 0.3)), ("after_step", (batch, 0.5)), ("after_epoch", ()),
+        ("load_state_dict", (before,)),
+    ]  # fmt: skip
+    for name, given in changes:
+        with pytest.raises(lab.InvalidSettingError, match=rf"^{name}\(\): this LoopFreezer is closed"):
+            getattr(freezer, name)(*given)
+    assert all(p.requires_grad for p in model.parameters())
+    assert (len(freezer.events), freezer.steps_done, freezer.frozen) == (count, 1, ())
+    with LoopAgain(model, optimizer, loader) as again:
+        again.load_state_dict(freezer.state_dict())
+        assert again.frozen == ("layers.0",)
+
+
+class LoopAgain(LoopFreezer):
+    """One that is closed at the end of a block, so that a failing test leaves no worker."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, loader: Any) -> None:
+        super().__init__(model, optimizer, example=loader)
+
+    def __enter__(self) -> LoopAgain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def test_a_state_that_could_not_be_read_at_close_says_so_and_closing_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader, _ = build()
+    freezer = LoopFreezer(model, optimizer, example=loader, freeze=None)
+    freezer.freeze("layers.0")
+
+    def fails() -> None:
+        raise RuntimeError("the disk is gone.")
+
+    monkeypatch.setattr(freezer.history, "state_dict", fails)
+    freezer.close()
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(
+        lab.CheckpointError, match=r"when this LoopFreezer was closed: the disk is gone\. Save it before"
+    ):
+        freezer.state_dict()
+
+
+def test_two_on_one_model_are_refused_while_the_first_is_open() -> None:
+    model, optimizer, loader, _ = build()
+    first = LoopFreezer(model, optimizer, example=loader, freeze=None)
+    with pytest.raises(lab.InvalidSettingError, match=r"another LoopFreezer freezes layers of this \w+: close\(\)"):
+        LoopFreezer(model, optimizer, example=loader, freeze=None)
+    first.close()
+    second = LoopFreezer(model, optimizer, example=loader, freeze=None)
+    first.close()  # does not let go of what the second holds
+    with pytest.raises(lab.InvalidSettingError, match="another LoopFreezer"):
+        LoopFreezer(model, optimizer, example=loader, freeze=None)
+    del second  # dropped without close
+    LoopFreezer(model, optimizer, example=loader, freeze=None).close()
+
+
+def test_what_is_no_model_no_optimizer_of_it_and_no_data_is_refused() -> None:
+    model, optimizer, loader, _ = build()
+    _, others, _, _ = build()
+    with pytest.raises(lab.InvalidSettingError, match=r"LoopFreezer\.model must be a torch Module, got 'mlp'"):
+        LoopFreezer("mlp", None, example=loader)  # type: ignore[arg-type]
+    with pytest.raises(lab.InvalidSettingError, match="holds no parameter of the model"):
+        LoopFreezer(model, others, example=loader)
+    empty = torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long)
+    with pytest.raises(lab.DataError, match="a batch must hold at least one sample, got one of 0 rows"):
+        LoopFreezer(model, optimizer, example=empty, steps_per_epoch=3)
+    nothing = DataLoader(torch.utils.data.TensorDataset(*empty), batch_size=4)
+    with pytest.raises(lab.DataError, match="the data set of example=loader is empty"):
+        LoopFreezer(model, optimizer, example=nothing, steps_per_epoch=3)
+    assert not model._forward_pre_hooks
+
+
+def test_a_step_that_cannot_be_counted_is_refused_and_changes_nothing() -> None:
+    model, optimizer, loader, _ = build()
+    freezer = LoopFreezer(model, optimizer, example=loader, freeze=None)
+    batch = next(iter(loader))
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((batch, "x"), {}, r"loss must be one number, or a tensor with one; got 'x'"),
+        ((batch, torch.zeros(3)), {}, r"loss must be one number.* got a tensor of shape \(3,\)"),
+        ((batch, 0.5), {"accuracy": "x"}, "accuracy must be one number"),
+        ((batch, 0.5), {"ids": torch.arange(32)}, "ids= is looked at by a sieve only"),
+        (((batch[0][:0], batch[1][:0]), 0.5), {}, "got one of 0 rows"),
+    ]
+    for given, named, words in wrong:
+        with pytest.raises((lab.InvalidSettingError, lab.DataError), match=words):
+            freezer.after_step(*given, **named)
+    for given in (("x",), (0.5, "x")):
+        with pytest.raises(lab.InvalidSettingError, match=r"after_epoch\(…\): valid_\w+ must be one number"):
+            freezer.after_epoch(*given)
+    assert (freezer.steps_done, len(freezer.history.steps), len(freezer.events)) == (0, 0, 0)
+    freezer.close()
+
+
+def test_a_loss_that_is_no_number_is_told_once_in_a_row() -> None:
+    model, optimizer, loader, _ = build()
+    freezer = LoopFreezer(model, optimizer, example=loader, freeze=None)
+    batch = next(iter(loader))
+    for loss in (0.5, float("nan"), torch.tensor(float("inf")), 0.5, None, float("nan")):
+        freezer.after_step(batch, loss)
+    told = freezer.events.of(Notice)
+    assert [event.step for event in told] == [2, 6]
+    assert told[0].sentence().startswith("The loss of step 2 is nan.")
+    freezer.close()
