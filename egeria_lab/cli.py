@@ -181,6 +181,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
+    if options.epochs is not None and not 0 < options.epochs < float("inf"):  # before anything is read or said
+        raise InvalidSettingError(f"--epochs must be a number > 0, got {options.epochs:g}.")
     asked = {"device": options.device, "run_dir": options.run_dir}
     session = Session.load(options.folder, **{name: value for name, value in asked.items() if value is not None})
     try:

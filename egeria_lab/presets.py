@@ -17,6 +17,7 @@ from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.sieving.settings import CirculantSieve
 from egeria_lab.algorithms.sparse.methods import MEST
 from egeria_lab.data.activation_cache import ActivationCache
+from egeria_lab.errors import is_number, require
 
 Keywords = dict[str, Any]
 
@@ -28,13 +29,16 @@ def egeria(*, tolerance: float = 0.2, cache: bool = True) -> Keywords:
         tolerance: share of a layer's own first slopes below which it is stable.
         cache: False computes the frozen front anew in each step.
 
+    Raises:
+        InvalidSettingError: for a value that cannot be.
+
     Source: Egeria (EuroSys 2023).
 
     Example:
         >>> sorted(egeria())
         ['cache', 'freeze']
     """
-    return {"freeze": Plasticity(tolerance=tolerance), "cache": ActivationCache() if cache else None}
+    return {"freeze": Plasticity(tolerance=tolerance), "cache": _cache("egeria", cache)}
 
 
 def spfde(*, saving: float = 0.25, sieve: float = 0.25, sparsity: float = 0.9) -> Keywords:
@@ -83,15 +87,24 @@ def fine_tuning(*, tolerance: float = 0.3, lr: float = 0.01, cache: bool = True)
         lr: peak learning rate of SGD with momentum, > 0.
         cache: False computes the frozen front anew in each step.
 
+    Raises:
+        InvalidSettingError: for a value that cannot be.
+
     Example:
         >>> fine_tuning()["freeze"].bootstrap_epochs, fine_tuning(lr=0.003)["lr"]
         (0.0, 0.003)
     """
+    require(is_number(lr) and lr > 0, "fine_tuning", "lr", lr, "a number > 0")
     rule = Plasticity(
         interval_steps=4, window=4, patience=3, tolerance=tolerance, bootstrap_change=0.5, bootstrap_epochs=0.0,
         refresh_on_freeze=False, freeze_together=True,
     )  # fmt: skip
-    return {"freeze": rule, "lr": lr, "cache": ActivationCache() if cache else None}
+    return {"freeze": rule, "lr": lr, "cache": _cache("fine_tuning", cache)}
+
+
+def _cache(preset: str, wanted: bool) -> ActivationCache | None:
+    require(isinstance(wanted, bool), preset, "cache", wanted, "True or False")
+    return ActivationCache() if wanted else None
 
 
 PRESETS: dict[str, Callable[..., Keywords]] = {

@@ -157,7 +157,7 @@ def say(event: Event) -> None:
 def _new_run_dir(path: Path, config: RunConfig, asked: str | Path | None) -> Path:
     """A directory without a run in it: two runs in one would be told apart by nobody."""
     named = asked if asked is not None else config["run_dir"]
-    place = path.resolve().with_suffix("") if named is None else Path(named).expanduser().resolve()
+    place = path.resolve().with_suffix("") if named is None else check_path("run_dir", named).resolve()
     if named is None and place == path.resolve():  # a file without a suffix
         place = place.with_name(f"{place.name}-run")
     if place.is_dir() and checkpoints(place):

@@ -215,6 +215,17 @@ def test_resume_errors_are_one_sentence(tmp_path: Path) -> None:
     assert done.stderr.startswith("egeria-lab: a.ckpt is no checkpoint of egeria_lab.")
 
 
+@pytest.mark.parametrize("epochs", ["-1", "0", "nan", "inf"])
+def test_passes_to_resume_for_are_checked_before_anything_is_loaded(
+    epochs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = lab.Session("mlp", "digits", epochs=1)
+    made.step()
+    made.save(tmp_path / "a.ckpt")
+    assert main(["resume", str(tmp_path / "a.ckpt"), "--epochs", epochs]) == 1
+    assert capsys.readouterr().err == f"egeria-lab: --epochs must be a number > 0, got {epochs}.\n"
+
+
 def test_demo_without_baseline_and_in_words(tmp_path: Path) -> None:
     done = run(
         "demo", "--no-baseline", "--model", "mlp", "--data", "digits", "--epochs", "1", "--threads", "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from egeria_lab.checkpoint.file import read
 from egeria_lab.checkpoint.folder import latest
 from egeria_lab.checkpoint.journal import NAME, recover
 from egeria_lab.checkpoint.tree import Tree
-from egeria_lab.engine.arguments import SETTINGS, described
+from egeria_lab.engine.arguments import SETTINGS, check_path, described
 from egeria_lab.errors import CheckpointError, InvalidSettingError
 from egeria_lab.events import Event
 from egeria_lab.history import History
@@ -83,7 +84,7 @@ def gather(runs: Sequence[Any], named: Mapping[str, Any]) -> list[Run]:
     Args:
         runs: sessions, checkpoints or run directories; a session is called as its model and data are, a
             file by its name.
-        named: the same by the name that it shall have.
+        named: the same by the name that it shall have; numbers tell equal names apart.
 
     Raises:
         InvalidSettingError: when nothing was given, too much, or something else than a session or a path.
@@ -100,15 +101,26 @@ def gather(runs: Sequence[Any], named: Mapping[str, Any]) -> list[Run]:
             f"lab.compare takes 1 to {MOST_RUNS} runs, got {len(runs) + len(named)}: "
             "lab.compare(a, b) or lab.compare(plain=a, rule=b)."
         )
-    found = [_run(one) for one in runs]
-    count, seen, result = Counter(run.name for run in found), Counter[str](), []
-    for run in found:
-        seen[run.name] += 1
-        name = run.name if count[run.name] == 1 else f"{run.name} ({seen[run.name]})"
-        result.append(Run(name, run.source, run.saved))
-    for name, one in named.items():
-        run = _run(one)
-        result.append(Run(name, run.source, run.saved))
+    found = [_run(one) for one in (*runs, *named.values())]
+    names = distinct([*(run.name for run in found[: len(runs)]), *named])
+    return [Run(name, run.source, run.saved) for name, run in zip(names, found, strict=True)]
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The same names in order, with numbers where one stands more than once.
+
+    Example:
+        >>> distinct(["a", "b", "a", "a (1)"])
+        ['a (2)', 'b', 'a (3)', 'a (1)']
+    """
+    count = Counter(names)
+    taken = {name for name in names if count[name] == 1}
+    result = []
+    for name in names:
+        if count[name] > 1:
+            name = next(n for n in (f"{name} ({i})" for i in itertools.count(1)) if n not in taken)
+            taken.add(name)
+        result.append(name)
     return result
 
 
@@ -142,7 +154,8 @@ def _names(tree: Tree) -> Sequence[str]:
 
 def _run(one: Any) -> Run:
     if isinstance(one, (str, os.PathLike)):
-        return Run(Path(one).name, saved=read_run(one))
+        place = check_path("lab.compare: path", one)
+        return Run(place.name, saved=read_run(place))
     if all(hasattr(one, name) for name in ("history", "events", "settings", "state", "name")):
         return Run(str(one.name), one)
     raise InvalidSettingError(

@@ -36,6 +36,7 @@ from egeria_lab.dashboard.summary import (
     layer_rows,
     setting_rows,
 )
+from egeria_lab.engine.arguments import check_path
 from egeria_lab.errors import EgeriaLabError
 from egeria_lab.events import Event
 from egeria_lab.tables import html_table, percent
@@ -83,7 +84,7 @@ def write_whole(target: Path, page: str) -> Path:
     Raises:
         EgeriaLabError: when it cannot be written.
     """
-    part = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
+    part = target.with_name(f".egeria-lab-{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_text(page, encoding="utf-8")
         part.replace(target)
@@ -108,7 +109,7 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise EgeriaLabError(f"Cannot write the report to {path!r}: give a file name, as in run.html.")
-    target = Path(path).expanduser().resolve()
+    target = check_path("Cannot write the report: path", path).resolve()
     if target.is_dir():
         raise EgeriaLabError(f"Cannot write the report to {target}: it is a folder. Give a file name, as in run.html.")
     if not target.parent.is_dir():

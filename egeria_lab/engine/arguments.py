@@ -32,6 +32,11 @@ NOT_KEPT = (
 is read from a checkpoint."""
 
 
+MOST_NAME_BYTES = 255
+MOST_PATH_BYTES = 4095
+"""What file systems take; some take less, and say so themselves."""
+
+
 def _settings_in(*modules: ModuleType) -> dict[str, type[Any]]:
     return {
         name: kind
@@ -104,15 +109,46 @@ def check_names(call: str, make: Callable[..., Any], changes: Mapping[str, Any])
 
 
 def check_path(call: str, path: Any) -> Path:
-    """A path from whatever was given for one.
+    """A path from whatever was given for one; a leading ``~`` is the home directory.
+
+    Args:
+        call: what the path was given to, for the sentence.
+        path: what was given.
 
     Raises:
-        InvalidSettingError: when it is none.
+        InvalidSettingError: when it is none, or one that no file can have.
+
+    Example:
+        >>> check_path("Session.save: path", "runs/first.ckpt").name
+        'first.ckpt'
+        >>> check_path("Session.save: path", "")
+        Traceback (most recent call last):
+        egeria_lab.errors.InvalidSettingError: Session.save: path must be a path, got an empty text: give a name.
     """
-    valid = isinstance(path, (str, os.PathLike)) and not isinstance(path, bytes)
-    if not valid:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
         raise InvalidSettingError(f"{call} must be a path (a text or a pathlib.Path), got {path!r}.")
-    return Path(path)
+    if not text:
+        raise InvalidSettingError(f"{call} must be a path, got an empty text: give a name.")
+    if "\0" in text:
+        raise InvalidSettingError(f"{call} must be a path, got {_shortened(text)} with a null character: leave it out.")
+    try:
+        place = Path(text).expanduser()
+        longest = max(len(os.fsencode(part)) for part in (place.anchor, *place.parts))
+    except RuntimeError as error:  # ~somebody
+        raise InvalidSettingError(f"{call} = {_shortened(text)}: there is no such home directory.") from error
+    except UnicodeEncodeError as error:
+        raise InvalidSettingError(f"{call} = {_shortened(text)} has a character that no file name can hold.") from error
+    if longest > MOST_NAME_BYTES or len(os.fsencode(os.path.abspath(place))) > MOST_PATH_BYTES:
+        raise InvalidSettingError(
+            f"{call} = {_shortened(text)} is too long: a name may have {MOST_NAME_BYTES} bytes and a whole path "
+            f"{MOST_PATH_BYTES:,}; give a shorter one."
+        )
+    return place
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:24]}…{text[-15:]}")
 
 
 def _described(value: Any) -> dict[str, Any]:

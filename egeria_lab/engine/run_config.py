@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -102,18 +104,23 @@ class RunConfig(Mapping[str, Any]):
         return "\n".join([*lines, *tables]) + "\n"
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file, whole or not at all, and return its path.
+        """Write the file, whole or not at all, and return its path; a link stays one, and what it leads to is written.
 
         Raises:
             InvalidSettingError: when it cannot be written.
         """
         target = check_path("config.write: path", path)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            part.write_text(self.to_toml(target.parent), encoding="utf-8")
-            part.replace(target)
+            real = target.resolve()
+        except (OSError, RuntimeError) as error:  # links in a circle
+            raise InvalidSettingError(f"cannot write {target}: its links lead nowhere; give another path.") from error
+        part = real.with_name(f".egeria-lab-{os.getpid()}-{threading.get_ident()}.part")
+        try:
+            part.write_text(self.to_toml(real.parent), encoding="utf-8")
+            part.replace(real)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise InvalidSettingError(f"cannot write {target}: {error.strerror}; give another path.") from error
         return target
 
@@ -165,7 +172,7 @@ def _kept(name: str, value: Any) -> Any:
     if isinstance(value, Own) or value is None:
         return value
     if name in PATHS and isinstance(value, (str, os.PathLike)):
-        return Path(value).expanduser().resolve()
+        return check_path(name, value).resolve()
     if isinstance(value, torch.device):
         return str(value)
     for kind in (bool, int, float, str):
@@ -183,7 +190,7 @@ def _kept_settings(name: str, settings: Any) -> Any:
     for field in fields(settings):
         value = getattr(settings, field.name)
         if f"{name}.{field.name}" in PATHS and value is not None:
-            settings = replace(settings, **{field.name: Path(value).expanduser().resolve()})
+            settings = replace(settings, **{field.name: check_path(f"{name}.{field.name}", value).resolve()})
         elif not _is_plain(value):
             own.append(f"{field.name}={getattr(value, '__qualname__', type(value).__qualname__)}")
     return Own(f"{type(settings).__name__}({', '.join(own)})") if own else settings

@@ -170,8 +170,9 @@ def _inside(name: str, value: Any, folder: Path) -> Path:
         return value
     if not isinstance(value, str):
         raise InvalidSettingError(f"{name} must be a path, got {value!r}.")
-    place = (folder / value).resolve()
-    if Path(value).is_absolute() or not place.is_relative_to(folder):
+    given = check_path(name, value)
+    place = (folder / given).resolve()
+    if given.is_absolute() or not place.is_relative_to(folder):
         argument = name.partition(".")[0]
         raise InvalidSettingError(
             f"{name} = {value!r} leads out of {folder}, where the file lies: a file may not say where else to write. "
@@ -191,7 +192,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     except tomllib.TOMLDecodeError:
         value = given.strip()
     if name.strip() in PATHS and isinstance(value, str) and value != NONE:
-        value = Path(value).expanduser().resolve()
+        value = check_path(f"--set {name.strip()}", value).resolve()
     table = raw
     if len(parts) == 2:
         table = raw.setdefault(parts[0], {})

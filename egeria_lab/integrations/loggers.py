@@ -27,10 +27,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+from egeria_lab.engine.arguments import check_path
 from egeria_lab.errors import InvalidSettingError, MissingPackageError, require
 from egeria_lab.events import Event
 from egeria_lab.history import VERDICTS
 from egeria_lab.integrations.logger import Logger, Row
+from egeria_lab.integrations.mlflow_store import no_store
 from egeria_lab.session import Session
 
 __all__ = ["CSV", "Logger", "MLflow", "TensorBoard", "WandB"]
@@ -132,7 +134,10 @@ class MLflow(Logger):
     """Metrics, parameters and events for MLflow, in a run of its own; no global state of MLflow is touched.
 
     Args:
-        tracking_uri: a server, or a store such as ``"sqlite:///mlruns.db"``; None for what MLflow is set to.
+        tracking_uri: a server, such as ``"http://localhost:5000"``; a database, such as ``"sqlite:///runs.db"``, which
+            needs the whole package (``pip install mlflow``: mlflow-skinny, which the extra ``integrations`` brings, has
+            no databases); or a folder, ``"file:///…/runs"``, for which newer versions of MLflow want the environment
+            variable ``MLFLOW_ALLOW_FILE_STORE=true``. None for what MLflow is set to, by default a database.
         experiment: name of the experiment; made when it is not there.
         run_name: name of the run, or None.
         every_seconds: as in `Logger`.
@@ -141,7 +146,9 @@ class MLflow(Logger):
         run_id: of the run, once a session is followed.
 
     Raises:
-        MissingPackageError: when neither mlflow nor mlflow-skinny is installed.
+        MissingPackageError: when neither mlflow nor mlflow-skinny is installed, or only the latter for a database.
+        InvalidSettingError: when the store cannot be opened. A server is asked when a session is followed: one that
+            does not answer is that session's `SubscriberFailed` event.
     """
 
     def __init__(
@@ -155,7 +162,15 @@ class MLflow(Logger):
         super().__init__(every_seconds=every_seconds)
         self._mlflow = _package("MLflow", "mlflow", "mlflow-skinny")
         self._entities = importlib.import_module("mlflow.entities")
-        self._client = self._mlflow.MlflowClient(tracking_uri=tracking_uri)
+        uri = tracking_uri
+        require(uri is None or (isinstance(uri, str) and uri != ""), "MLflow", "tracking_uri", uri, "a text or None")
+        named = isinstance(experiment, str) and experiment != ""
+        require(named, "MLflow", "experiment", experiment, "a text that is not empty")
+        self._uri = self._mlflow.get_tracking_uri() if uri is None else uri
+        try:
+            self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        except Exception as error:  # each kind of store fails in its own way
+            raise no_store(self._uri, error) from error
         self._experiment, self._run_name = experiment, run_name
         self._metrics: list[Any] = []
         self._events: list[str] = []
@@ -163,9 +178,12 @@ class MLflow(Logger):
 
     def begin(self, session: Session) -> None:
         """Make experiment and run, and write the session's configuration as parameters."""
-        found = self._client.get_experiment_by_name(self._experiment)
-        number = found.experiment_id if found is not None else self._client.create_experiment(self._experiment)
-        self.run_id = self._client.create_run(number, run_name=self._run_name).info.run_id
+        try:
+            found = self._client.get_experiment_by_name(self._experiment)
+            number = found.experiment_id if found is not None else self._client.create_experiment(self._experiment)
+            self.run_id = self._client.create_run(number, run_name=self._run_name).info.run_id
+        except Exception as error:  # as above
+            raise no_store(self._uri, error) from error
         for name, value in session.config.items():
             self._client.log_param(self.run_id, name, str(value)[:500])
 
@@ -242,8 +260,7 @@ def _short(value: float) -> int | float:
 
 
 def _made_folder(owner: str, folder: str | os.PathLike[str]) -> Path:
-    require(isinstance(folder, (str, os.PathLike)), owner, "folder", folder, "a path")
-    place = Path(folder)
+    place = check_path(f"{owner}.folder", folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -200,8 +200,8 @@ class LoopFreezer:
         Raises:
             TrainingError: when activations are not finite.
             DataError: for a batch without a sample.
-            InvalidSettingError: when a sieve lacks what it needs, for what only a sieve takes where there is none, for a
-                loss that is no number, and after `close`.
+            InvalidSettingError: when a sieve lacks what it needs, for what only a sieve takes where there is none, for
+                a loss that is no number, and after `close`.
         """
         self._check_open("after_step")
         seconds = time.perf_counter() - self._clock

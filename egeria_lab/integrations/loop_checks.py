@@ -174,7 +174,7 @@ def as_number(name: str, value: Any) -> float:
     """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.detach())
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, (float, Real)) and type(value) is not bool:
         return float(value)
     got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise InvalidSettingError(f"{name} must be one number, or a tensor with one; got {got}.")

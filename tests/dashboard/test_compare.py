@@ -134,6 +134,20 @@ def test_names() -> None:
     assert names == ["mlp on digits (1)", "mlp on digits (2)", "mine"]
 
 
+def test_names_are_distinct_in_every_mix(pair: tuple[lab.Session, lab.Session]) -> None:
+    one, other = pair
+    mixed = lab.compare(one, **{"mlp on digits": other})
+    assert mixed.table.index.tolist() == ["mlp on digits (1)", "mlp on digits (2)"]
+    names = [run.name for run in gather([one, one], {"mlp on digits (1)": other, "mlp on digits": other})]
+    assert names == ["mlp on digits (2)", "mlp on digits (3)", "mlp on digits (1)", "mlp on digits (4)"]
+
+
+def test_a_path_that_no_file_can_have_is_one_sentence() -> None:
+    for path in ("a\0", "a" * 300, ""):
+        with pytest.raises(InvalidSettingError, match=r"^lab\.compare: path "):
+            compare(path)
+
+
 def test_names_are_shown_as_text_not_as_html() -> None:
     page = compare(**{"<b>x</b>": trained(2)})._repr_html_()
     assert "<b>x</b>" not in page

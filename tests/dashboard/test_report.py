@@ -11,8 +11,8 @@ from fakes import empty_session, told_session
 from plotly.offline import get_plotlyjs
 
 import egeria_lab as lab
-from egeria_lab.dashboard.report import check_destination, render_report, write_report
-from egeria_lab.errors import EgeriaLabError
+from egeria_lab.dashboard.report import check_destination, render_report, write_report, write_whole
+from egeria_lab.errors import EgeriaLabError, InvalidSettingError
 from egeria_lab.events import LayerFrozen, LayerPinned
 
 
@@ -112,6 +112,15 @@ def test_a_missing_folder_and_a_folder_as_target_give_one_sentence(tmp_path: Pat
     with pytest.raises(EgeriaLabError, match="it is a folder"):
         write_report(empty_session(), tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_no_file_can_have_is_one_sentence(tmp_path: Path) -> None:
+    for name in ("a\0", "a" * 300 + ".html", "\ud800"):
+        with pytest.raises(InvalidSettingError, match=r"^Cannot write the report: path "):
+            check_destination(f"{tmp_path}/{name}")
+    longest = tmp_path / ("a" * 250 + ".html")
+    assert write_whole(check_destination(longest), "page").read_text() == "page"
+    assert list(tmp_path.iterdir()) == [longest]
 
 
 def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import egeria_lab as lab
-from egeria_lab.engine.run_config import RunConfig
+from egeria_lab.engine.run_config import RunConfig, _toml
 from egeria_lab.engine.run_file import KINDS, read_config
 from egeria_lab.presets import PRESETS
 
@@ -206,6 +207,63 @@ def test_writing_over_a_folder_or_into_none_is_one_sentence(tmp_path: Path) -> N
         with pytest.raises(lab.InvalidSettingError, match="cannot write"):
             config.write(place)
     assert list(tmp_path.iterdir()) == []
+
+
+UNUSABLE = {"": "an empty text", "a\0": "a null character", "a" * 300: "too long", "b/" * 2100: "too long"}
+
+
+@pytest.mark.parametrize("path", UNUSABLE)
+def test_a_path_that_no_file_can_have_is_one_sentence(path: str, tmp_path: Path) -> None:
+    made = session()
+    calls: dict[str, Callable[[], Any]] = {
+        "config.write: path": lambda: made.config.write(path),
+        "Session.from_config: path": lambda: lab.Session.from_config(path),
+        "Session.save: path": lambda: made.save(path),
+        "Session.load: path": lambda: lab.Session.load(path),
+        "run_dir": lambda: session(run_dir=path),
+        "run.toml: run_dir": lambda: read_config(lab.Session, write(tmp_path, f"run_dir = {_toml(path)}"), PRESETS),
+    }
+    for name, call in calls.items():
+        with pytest.raises(lab.InvalidSettingError, match=UNUSABLE[path]) as caught:
+            call()
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 250
+
+
+def test_the_longest_name_can_be_written_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / ("a" * 250 + ".toml")
+    assert session().config.write(target) == target
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_link_is_written_through_and_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "run.toml"
+    link.symlink_to(tmp_path / "real" / "run.toml")
+    made = session()
+    assert made.config.write(link) == link
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "run.toml").read_text(encoding="utf-8") == made.config.to_toml(tmp_path / "real")
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(lab.InvalidSettingError, match="cannot write"):
+        made.config.write(circle)
+
+
+def test_home_is_home_by_hand_and_refused_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, 'run_dir = "~/runs"')
+    with pytest.raises(lab.InvalidSettingError, match=r"run_dir = '~/runs' leads out of"):
+        lab.Session.from_config(file)
+    made = session(run_dir="~/runs", epochs=1)
+    made.step()
+    made.close()
+    assert made.config["run_dir"] == tmp_path / "home" / "runs"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "run.toml"]
+    with pytest.raises(lab.InvalidSettingError, match="there is no such home directory"):
+        made.config.write("~nobody-of-this-name/run.toml")
 
 
 def test_a_paused_session_waits_for_resume() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import egeria_lab as lab
 from egeria_lab.events import Event, LayerPinned, SubscriberFailed
+from egeria_lab.integrations import mlflow_store
 from egeria_lab.integrations.logger import Logger
 
 RULE = lab.Plasticity(interval_steps=2, window=4, patience=4, tolerance=2.0)
@@ -230,10 +231,58 @@ def test_importing_egeria_lab_imports_none_of_them() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_an_mlflow_store_that_cannot_be_opened_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from importlib import metadata
+
+    def skinny_only(package: str) -> str:
+        if package == "mlflow":
+            raise metadata.PackageNotFoundError(package)
+        return metadata.version(package)
+
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(mlflow_store, "version", skinny_only)
+
+    class Closed:
+        def __init__(self, tracking_uri: str) -> None:
+            raise OSError("no such store\nand a second line")
+
+    made = session(freeze=None)
+    with lab.loggers.MLflow("http://me:secret@127.0.0.1:9") as log:  # nobody listens there
+        made.subscribe(log)
+    said = made.events.of(SubscriberFailed)[0].error
+    assert said.startswith("InvalidSettingError: lab.loggers.MLflow cannot open http://127.0.0.1:9 (")
+    assert said.endswith("); give another tracking_uri=.")
+    assert "secret" not in said
+
+    monkeypatch.setattr("mlflow.MlflowClient", Closed)
+    with pytest.raises(lab.MissingPackageError, match="mlflow-skinny has none: pip install mlflow, or give"):
+        lab.loggers.MLflow(f"sqlite:///{tmp_path}/runs.db")
+    with pytest.raises(lab.InvalidSettingError, match="MLflow wants MLFLOW_ALLOW_FILE_STORE=true"):
+        lab.loggers.MLflow((tmp_path / "runs").as_uri())
+    with pytest.raises(lab.InvalidSettingError, match=r"cannot open what://x \(no such store\); give another"):
+        lab.loggers.MLflow("what://x")
+    for wrong in (5, ""):
+        with pytest.raises(lab.InvalidSettingError, match=r"MLflow\.tracking_uri must be a text or None"):
+            lab.loggers.MLflow(wrong)  # type: ignore[arg-type]
+
+
+def test_mlflow_skinny_says_what_a_database_needs(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    if mlflow_store.is_installed("mlflow"):
+        pytest.skip("the whole package is installed: databases work")
+    with pytest.raises(lab.MissingPackageError, match=r"needs the package mlflow for the database sqlite:///"):
+        lab.loggers.MLflow(f"sqlite:///{tmp_path}/runs.db")
+
+
 @pytest.mark.parametrize("seconds", [0, -1, "2", True, float("nan")])
 def test_bad_arguments(seconds: Any, tmp_path: Path) -> None:
     with pytest.raises(lab.InvalidSettingError, match=r"CSV\.every_seconds must be a number > 0"):
         lab.loggers.CSV(tmp_path, every_seconds=seconds)
+    for wrong in ("a\0", "a" * 300, "", 5):
+        with pytest.raises(lab.InvalidSettingError, match=r"^CSV\.folder "):
+            lab.loggers.CSV(wrong)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(lab.InvalidSettingError, match="cannot be made"):
         lab.loggers.CSV(tmp_path / "file" / "folder")
