@@ -164,9 +164,11 @@ class BatchSource:
         self.num_samples = len(self.dataset)
         if role == "training" and self.batch_size > self.num_samples:
             times = f" × accumulate={accumulate}" if accumulate > 1 else ""
+            fitting = self.num_samples // accumulate
+            advice = f"a batch_size of at most {fitting}" if fitting else f"accumulate of at most {self.num_samples}"
             raise DataError(
                 f"batch_size={self.part_size}{times} is larger than the {role} set ({self.num_samples} samples); "
-                f"give a batch_size of at most {self.num_samples // accumulate}."
+                f"give {advice}."
             )
         order: Order = (
             OwnOrder(self.num_samples, self.batch_size, seed, shuffle)

@@ -23,11 +23,19 @@ from egeria_lab.algorithms.reference import evaluating
 from egeria_lab.algorithms.tracing import undisturbed
 from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource, Views
-from egeria_lab.engine.averaging import WeightAverage
+from egeria_lab.engine.averaging import BUFFERS, WeightAverage
 from egeria_lab.engine.frozen_watch import FrozenWatch
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy, loss_of_each
 from egeria_lab.engine.signals import SampleSignals, joined, sample_signals
-from egeria_lab.errors import BadLossError, DataError, EgeriaLabError, InvalidSettingError, TrainingError, unknown_name
+from egeria_lab.errors import (
+    BadLossError,
+    DataError,
+    EgeriaLabError,
+    InvalidSettingError,
+    TrainingError,
+    require,
+    unknown_name,
+)
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -162,6 +170,7 @@ class Trainer:
         Raises:
             InvalidSettingError: for a value out of range.
         """
+        require(buffers in BUFFERS, "Session", "ema_buffers", buffers, "one of " + ", ".join(BUFFERS))
         self.average = None if decay is None else WeightAverage(self.model, decay, buffers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -219,7 +219,11 @@ def test_batch_norm_statistics_are_the_models_unless_asked_otherwise() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"ema": 1.0}, "a number in \\(0, 1\\)"), ({"ema": 0.9, "ema_buffers": "live"}, "one of copy, average")],
+    [
+        ({"ema": 1.0}, "a number in \\(0, 1\\)"),
+        ({"ema": 0.9, "ema_buffers": "live"}, "one of copy, average"),
+        ({"ema_buffers": "live"}, "one of copy, average"),
+    ],
 )
 def test_averages_out_of_range(options: dict[str, Any], words: str) -> None:
     with pytest.raises(lab.InvalidSettingError, match=words):
