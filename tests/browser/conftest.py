@@ -95,12 +95,12 @@ class Notebook:
     def load(self) -> None:
         """Open or reload the page and wait until its kernel rests."""
         self.page.goto(self.url)
-        self.page.wait_for_function(KERNEL_IDLE, timeout=90_000)
+        self.page.wait_for_function(KERNEL_IDLE, timeout=180_000)
 
     def run_all(self) -> None:
         """Run every cell; returns when the kernel is idle again."""
         self.command("notebook:run-all-cells")
-        self.page.wait_for_function(KERNEL_IDLE, timeout=90_000)
+        self.page.wait_for_function(KERNEL_IDLE, timeout=180_000)
 
     def command(self, name: str, **arguments: Any) -> None:
         """Execute a command of JupyterLab."""
@@ -206,7 +206,7 @@ def lab_url(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield url, folder
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=60)
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 60) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from egeria_lab.dashboard.frames import thin
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180), pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420), pytest.mark.xdist_group("browser")]
 
 BUILD = """
 import torch
@@ -34,7 +34,7 @@ def drawn(book: Any, least: int = 1) -> dict[str, int]:
     book.page.wait_for_function(
         """(least) => Number(document.querySelector(".egl-loss .egl-plot")?.dataset.points ?? 0) >= least""",
         arg=least,
-        timeout=30_000,
+        timeout=90_000,
     )
     return dict(book.points())
 
@@ -165,7 +165,7 @@ def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(notebook
     book.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     book.load()
     kept = book.dashboard.locator(".egl-kept")
-    kept.get_by_text("saved picture, kernel not connected").wait_for(timeout=20_000)
+    kept.get_by_text("saved picture, kernel not connected").wait_for(timeout=90_000)
     assert kept.locator("svg").count() >= 3
     assert book.dashboard.get_by_role("button", name="Play").is_disabled()
     book.page.screenshot(path=screenshots / "saved.png")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240), pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420), pytest.mark.xdist_group("browser")]
 
 BUILD = """
 import torch
@@ -22,7 +22,7 @@ session = lab.Session(
 dashboard = session.dashboard()
 dashboard
 """
-RUN = "session.start(); session.wait(60)"
+RUN = "session.start(); session.wait(150)"
 PANELS = ["plasticity", "timeline", "loss", "whatif", "sparsity", "savings", "sieve", "attribution"]
 Open = Callable[..., Any]
 
@@ -56,7 +56,7 @@ def points(book: Any, panel: str, least: int = 1) -> None:
           return Number(plot?.dataset.points ?? 0) >= least;
         }""",
         arg=[panel, least],
-        timeout=30_000,
+        timeout=90_000,
     )
 
 
@@ -170,7 +170,7 @@ dashboard
 
 
 def test_sixty_layers_are_drawn_as_pictures_and_the_what_if_answers_at_once(notebook: Open, screenshots: Path) -> None:
-    book = notebook(SIXTY, "session.start(); session.wait(60)", width=1500, height=1900)
+    book = notebook(SIXTY, "session.start(); session.wait(150)", width=1500, height=1900)
     book.run_all()
     assert book.errors() == []
     points(book, "sparsity", 60)

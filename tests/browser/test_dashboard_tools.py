@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240), pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420), pytest.mark.xdist_group("browser")]
 
 BUILD = """
 import torch
@@ -55,7 +55,7 @@ def test_attribution_of_a_chosen_sample_at_rest_and_refused_while_training(noteb
     chosen = book.dashboard.locator(".egl-sample").first.get_attribute("data-sample")
     book.dashboard.locator(".egl-sample").first.click()
     book.dashboard.get_by_role("button", name="Explain", exact=True).click()
-    book.dashboard.locator(".egl-explained-item img").nth(1).wait_for(timeout=60_000)
+    book.dashboard.locator(".egl-explained-item img").nth(1).wait_for(timeout=120_000)
     assert f"#{chosen}" in book.dashboard.locator(".egl-explained-item").inner_text()
     panel = book.dashboard.locator(".egl-attribution")
     assert "Step 60: integrated gradients of the inputs." in panel.inner_text()
@@ -70,7 +70,7 @@ def test_attribution_of_a_chosen_sample_at_rest_and_refused_while_training(noteb
     book.until("session.state == 'paused'")
     panel.get_by_label("sample ids").fill(str(chosen))
     panel.get_by_label("sample ids").press("Enter")
-    panel.get_by_text("how far it moved since step 60").wait_for(timeout=30_000)
+    panel.get_by_text("how far it moved since step 60").wait_for(timeout=90_000)
     panel.screenshot(path=screenshots / "attribution.png")
     assert book.messages == []
 
@@ -82,9 +82,9 @@ def test_a_fork_is_trained_beside_the_run_and_closed_again(notebook: Open, scree
     panel.get_by_label("what if tolerance").fill("300")
     panel.get_by_label("Try it in earnest, for").fill("90")
     panel.get_by_role("button", name="train a fork").click()
-    panel.get_by_text("done: fork from step 60 to 150, closed again").wait_for(timeout=60_000)
+    panel.get_by_text("done: fork from step 60 to 150, closed again").wait_for(timeout=120_000)
     book.page.wait_for_function(
-        "() => Number(document.querySelector('.egl-race-chart .egl-plot')?.dataset.points ?? 0) > 20", timeout=30_000
+        "() => Number(document.querySelector('.egl-race-chart .egl-plot')?.dataset.points ?? 0) > 20", timeout=90_000
     )
     assert book.ask("(session.steps_done, session.setting('freeze.tolerance'))") == [150, 0.001]
     assert "accuracy" in panel.inner_text()
@@ -92,7 +92,7 @@ def test_a_fork_is_trained_beside_the_run_and_closed_again(notebook: Open, scree
     panel.get_by_label("Try it in earnest, for").fill("100000")
     panel.get_by_role("button", name="train a fork").click()
     panel.get_by_role("button", name="stop").click()
-    panel.get_by_text("stopped: fork from step").wait_for(timeout=60_000)
+    panel.get_by_text("stopped: fork from step").wait_for(timeout=120_000)
     book.until("session.state == 'paused'")
     assert not book.ask("[t.name for t in __import__('threading').enumerate() if t.name == 'egeria-lab-race']")
     assert book.messages == []

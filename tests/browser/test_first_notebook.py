@@ -57,7 +57,7 @@ def test_first_notebook_from_import_to_a_frozen_layer_and_a_moved_slider(
 
     book.dashboard.get_by_role("button", name="Freeze").first.click()
     assert book.until("list(session.layers.frozen)", seconds=60) == ["layers.0"]
-    book.page.wait_for_function("() => document.querySelectorAll('.egl-bar').length >= 1", timeout=30_000)
+    book.page.wait_for_function("() => document.querySelectorAll('.egl-bar').length >= 1", timeout=90_000)
 
     book.page.screenshot(path=screenshots / "notebook-01-live.png")
     for _ in cells[2:]:
@@ -72,7 +72,7 @@ def test_first_notebook_from_import_to_a_frozen_layer_and_a_moved_slider(
     book.page.wait_for_function(
         "(points) => Number(document.querySelector('.egl-loss .egl-plot')?.dataset.points ?? 0) >= points",
         arg=before["loss"],
-        timeout=60_000,
+        timeout=120_000,
     )
     book.page.wait_for_timeout(1500)
     assert book.points() == before
