@@ -41,7 +41,7 @@ def clean_global_state() -> Iterator[None]:
 
 
 def _ends(thread: threading.Thread) -> bool:
-    thread.join(timeout=5)
+    thread.join(timeout=60)
     return not thread.is_alive()
 
 
