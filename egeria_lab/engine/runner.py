@@ -10,6 +10,7 @@ import atexit
 import contextvars
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,8 +93,12 @@ class Runner:
     def shut_down(self) -> None:
         """End the run, if any, and wait for its thread; errors stay in `error`."""
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            while thread.ident is None and self._looping:  # `start`, in another thread, is about to start it
+                time.sleep(0.001)
+            if thread.ident is not None:
+                thread.join()
 
     def start(self, target_step: int) -> None:
         """Train up to `target_step` in the background and return at once.
@@ -157,7 +162,10 @@ class Runner:
         """
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
+            while thread.ident is None and self._looping:
+                time.sleep(0.001)
+            if thread.ident is not None:
+                thread.join(timeout)
             if thread.is_alive():
                 return False
         if self.state == "failed" and self.error is not None:
