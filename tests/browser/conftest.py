@@ -209,7 +209,7 @@ def lab_url(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         server.wait(timeout=60)
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 60) -> None:
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if server.poll() is not None:
