@@ -94,16 +94,16 @@ def test_pressing_freeze_freezes_and_the_timeline_shows_it(notebook: Open, scree
     book = notebook(BUILD, START)
     book.run_all()
     drawn(book)
-    book.dashboard.get_by_role("button", name="Freeze layers.0").click()
+    book.dashboard.get_by_role("button", name="Freeze layers.0", exact=True).click()
     book.until("session.layers['layers.0'].state == 'frozen'")
     book.dashboard.locator('.egl-bar[data-kind="hand"][data-lane="layers.0"]').wait_for()
     assert book.ask("session.events.of(lab.events.LayerFrozen)[0].by") == "dashboard"
-    book.dashboard.get_by_role("button", name="Pin layers.1").click()
-    book.dashboard.get_by_role("button", name="Unpin layers.1").wait_for()
+    book.dashboard.get_by_role("button", name="Pin layers.1", exact=True).click()
+    book.dashboard.get_by_role("button", name="Unpin layers.1", exact=True).wait_for()
     book.page.screenshot(path=screenshots / "frozen.png")
-    book.dashboard.get_by_role("button", name="Thaw layers.0").click()
+    book.dashboard.get_by_role("button", name="Thaw layers.0", exact=True).click()
     book.until("session.layers['layers.0'].state == 'active'")
-    book.dashboard.get_by_role("button", name="Freeze layers.0").wait_for()
+    book.dashboard.get_by_role("button", name="Freeze layers.0", exact=True).wait_for()
     assert book.messages == []
 
 
@@ -112,11 +112,11 @@ def test_play_pause_stop_and_a_late_and_a_reloaded_view_show_the_same(notebook: 
     book.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.activeCellIndex = 0")
     book.run_all()
     drawn(book, 200)
-    book.dashboard.get_by_role("button", name="Freeze layers.0").click()
+    book.dashboard.get_by_role("button", name="Freeze layers.0", exact=True).click()
     book.until("session.layers['layers.0'].state == 'frozen'")
-    book.dashboard.get_by_role("button", name="Pause").click()
+    book.dashboard.get_by_role("button", name="Pause", exact=True).click()
     book.until("session.state == 'paused'")
-    book.dashboard.get_by_role("button", name="Resume").wait_for()
+    book.dashboard.get_by_role("button", name="Resume", exact=True).wait_for()
     followed, shown = settled(book), bars(book)
     assert shown == [["hand", "layers.0"]]
     line = book.dashboard.get_by_role("status").first.inner_text()
@@ -136,10 +136,10 @@ def test_play_pause_stop_and_a_late_and_a_reloaded_view_show_the_same(notebook: 
     assert settled(book) == followed
     assert bars(book) == shown
     assert book.dashboard.get_by_role("status").first.inner_text() == line
-    book.dashboard.get_by_role("button", name="Resume").click()
+    book.dashboard.get_by_role("button", name="Resume", exact=True).click()
     book.until("session.state == 'running'")
     drawn(book, followed["loss"] + 1)
-    book.dashboard.get_by_role("button", name="Stop").click()
+    book.dashboard.get_by_role("button", name="Stop", exact=True).click()
     book.until("session.state == 'stopped'")
 
 
@@ -167,7 +167,7 @@ def test_a_saved_notebook_is_small_and_shows_the_run_without_its_kernel(notebook
     kept = book.dashboard.locator(".egl-kept")
     kept.get_by_text("saved picture, kernel not connected").wait_for(timeout=90_000)
     assert kept.locator("svg").count() >= 3
-    assert book.dashboard.get_by_role("button", name="Play").is_disabled()
+    assert book.dashboard.get_by_role("button", name="Play", exact=True).is_disabled()
     book.page.screenshot(path=screenshots / "saved.png")
 
 
@@ -287,7 +287,7 @@ def test_out_of_sight_nothing_is_sent_and_back_in_sight_it_is_whole(notebook: Op
     assert later == frames
     book.page.evaluate("() => { document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0; }")
     book.until(f"dashboard._publisher._seq > {frames}")
-    book.dashboard.get_by_role("button", name="Pause").click()
+    book.dashboard.get_by_role("button", name="Pause", exact=True).click()
     book.until("session.state == 'paused'")
     followed = settled(book)
     book.command("docmanager:save")

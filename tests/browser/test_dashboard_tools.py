@@ -34,7 +34,7 @@ def test_undo_and_redo_by_button_and_by_keyboard(notebook: Open) -> None:
     undo.wait_for()
     assert undo.is_disabled()
     assert undo.get_attribute("title") == "Nothing to undo: no command that did something is remembered"
-    book.dashboard.get_by_role("button", name="Freeze layers.0").click()
+    book.dashboard.get_by_role("button", name="Freeze layers.0", exact=True).click()
     book.until("session.layers['layers.0'].state == 'frozen'")
     book.dashboard.get_by_role("button", name="Undo: freeze layers.0").wait_for()
     undo.click()

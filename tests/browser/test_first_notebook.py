@@ -55,7 +55,7 @@ def test_first_notebook_from_import_to_a_frozen_layer_and_a_moved_slider(
     assert changed[0]["by"] == "dashboard"
     assert changed[0]["step"] > 0
 
-    book.dashboard.get_by_role("button", name="Freeze").first.click()
+    book.dashboard.get_by_role("button", name="Freeze layers.0", exact=True).click()
     assert book.until("list(session.layers.frozen)", seconds=60) == ["layers.0"]
     book.page.wait_for_function("() => document.querySelectorAll('.egl-bar').length >= 1", timeout=90_000)
 
