@@ -52,6 +52,7 @@ from egeria_lab.engine.runner import Runner
 from egeria_lab.engine.saving import KEEP_CHECKPOINTS, SAVE_EVERY_MINUTES, Autosave
 from egeria_lab.engine.schedules import make_optimizer
 from egeria_lab.engine.sieving import SessionSieve
+from egeria_lab.engine.steering_calls import SteeringCalls
 from egeria_lab.engine.trainer import Forward, Loss, StepResult, Trainer
 from egeria_lab.engine.undo import UNDO_BYTES, UndoRing
 from egeria_lab.engine.what_if_data import RunSource
@@ -66,7 +67,7 @@ MOST_ROUNDS = 100
 """Of landing commands at rest: a subscriber that answers every event with a command must not go on for ever."""
 
 
-class Session:
+class Session(SteeringCalls):
     """Trains a model step by step while its layers freeze by measured plasticity.
 
     Args:
@@ -118,6 +119,8 @@ class Session:
         >>> session.step(2).step, session.freeze("layers.0").state, session.step().frozen
         (2, 'done', ('layers.0',))
     """
+
+    layers: LayerBoard
 
     def __new__(cls, *arguments: Any, cluster: Any = None, **options: Any) -> Any:
         """With ``cluster=`` the session runs on the engines of an ipyparallel cluster, and this is its face here."""
@@ -376,12 +379,6 @@ class Session:
         self.come_to_rest()
         return {"loss": loss, "accuracy": accuracy}
 
-    def extend(self, epochs: float) -> c.Receipt:
-        """Lengthen the budget; the schedule is planned again over the new length."""
-        valid = isinstance(epochs, (int, float)) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
-        require(valid, "Session.extend", "epochs", epochs, "a number > 0")
-        return self._put(c.Extend(epochs=epochs))
-
     @property
     def state(self) -> str:
         """``"idle"``, ``"running"``, ``"paused"``, ``"stopped"``, ``"finished"`` or ``"failed"``."""
@@ -417,50 +414,6 @@ class Session:
     def epoch(self) -> float:
         """Passes over the training data so far."""
         return self._passes.done
-
-    # --- steering: each call is one command, which leaves one event when it lands ----------------------
-
-    def freeze(self, layer: str) -> c.Receipt:
-        """Stop training a layer module, completely, from the next step on."""
-        return self._put(c.FreezeLayer(layer=self.layers[layer].name))
-
-    def thaw(self, layer: str) -> c.Receipt:
-        """Train a frozen layer module again, exactly where it had been left."""
-        return self._put(c.ThawLayer(layer=self.layers[layer].name))
-
-    def pin(self, layer: str) -> c.Receipt:
-        """Forbid every rule to freeze a layer module; by hand it can still be frozen."""
-        return self._put(c.PinLayer(layer=self.layers[layer].name))
-
-    def unpin(self, layer: str) -> c.Receipt:
-        """Allow rules to freeze a layer module again."""
-        return self._put(c.UnpinLayer(layer=self.layers[layer].name))
-
-    def override(self, name: str, value: Scalar, layer: str | None = None) -> c.Receipt:
-        """Give a setting a new value from the next step boundary on, for all layers or for one.
-
-        Raises:
-            UnknownNameError, InvalidSettingError: for an unknown setting or layer, or a value out of range.
-        """
-        if layer is not None:
-            layer = self.layers[layer].name
-        self.settings_book.check(name, value, layer)
-        return self._put(c.Override(name=name, value=value, layer=layer))
-
-    def reset(self, name: str, layer: str | None = None) -> c.Receipt:
-        """Give a setting back the value that the session started with, or a layer the value for all layers."""
-        if layer is not None:
-            layer = self.layers[layer].name
-        self.settings_book.check_scope(name, layer)
-        return self._put(c.Reset(name=name, layer=layer))
-
-    def undo(self) -> c.Receipt:
-        """Go back to the state right before the newest command landed, exactly, steps made since included."""
-        return self._put(c.Undo())
-
-    def redo(self) -> c.Receipt:
-        """Take the newest `undo` back."""
-        return self._put(c.Redo())
 
     @property
     def undo_ring(self) -> UndoRing:
@@ -547,14 +500,6 @@ class Session:
             ema: the running average of the weights in place of the weights.
         """
         return forking.export(self, ema=ema)
-
-    def discard(self, sample_ids: Iterable[int]) -> c.Receipt:
-        """Take samples out of training until they are restored; with a circulant sieve others take their places."""
-        return self._put(c.Discard(ids=checked_sample_ids("discard", sample_ids)))
-
-    def restore(self, sample_ids: Iterable[int]) -> c.Receipt:
-        """Give discarded samples back to training."""
-        return self._put(c.Restore(ids=checked_sample_ids("restore", sample_ids)))
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -758,6 +703,12 @@ class Session:
     def describe_run(self) -> tuple[str, int]:
         """Device and number of threads, for the event that opens a run."""
         return str(self.device), torch.get_num_threads()
+
+    def _check_override(self, name: str, value: Scalar, layer: str | None) -> None:
+        self.settings_book.check(name, value, layer)
+
+    def _check_reset(self, name: str, layer: str | None) -> None:
+        self.settings_book.check_scope(name, layer)
 
     def _put(self, command: c.Command) -> c.Receipt:
         self._check_open()

@@ -47,25 +47,19 @@ class LayerRow:
         self.since_step, self.reason, self.by = step, reason, by
 
 
-class LayerBoard:
-    """The rows of all layer modules, front to back; prints as a table.
+class LayerRows:
+    """States of layer modules to look at, front to back; prints as a table.
+
+    Args:
+        rows: front to back.
 
     Example:
-        >>> import torch
-        >>> from egeria_lab.algorithms.layers import layers
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-        >>> board = LayerBoard(layers(model, torch.zeros(2, 2)))
-        >>> [(row.name, row.state) for row in board]
-        [('0', 'active'), ('1', 'active')]
+        >>> LayerRows([LayerRow("layers.0", "Linear", 10)])["layers.0"].state
+        'active'
     """
 
-    def __init__(self, layers: LayerModules) -> None:
-        self._rows = {
-            layer.name: LayerRow(
-                layer.name, layer.title, layer.num_parameters, note=layer.note, reason=_at_the_start(layer)
-            )
-            for layer in layers
-        }
+    def __init__(self, rows: Iterable[LayerRow]) -> None:
+        self._rows = {row.name: row for row in rows}
 
     @property
     def names(self) -> list[str]:
@@ -81,6 +75,44 @@ class LayerBoard:
     def pinned(self) -> tuple[str, ...]:
         """Names of pinned layers, front to back."""
         return tuple(name for name, row in self._rows.items() if row.pinned)
+
+    def __getitem__(self, name: str | int) -> LayerRow:
+        if isinstance(name, int):
+            return list(self._rows.values())[name]
+        if name not in self._rows:
+            raise unknown_name("layer", name, self._rows)
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(list(self._rows.values()))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return text_table(*show_rows(self))
+
+    def _repr_html_(self) -> str:
+        return html_table(*show_rows(self))
+
+
+class LayerBoard(LayerRows):
+    """The rows of all layer modules of a model that is trained here.
+
+    Example:
+        >>> import torch
+        >>> from egeria_lab.algorithms.layers import layers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> board = LayerBoard(layers(model, torch.zeros(2, 2)))
+        >>> [(row.name, row.state) for row in board]
+        [('0', 'active'), ('1', 'active')]
+    """
+
+    def __init__(self, layers: LayerModules) -> None:
+        super().__init__(
+            LayerRow(layer.name, layer.title, layer.num_parameters, note=layer.note, reason=_at_the_start(layer))
+            for layer in layers
+        )
 
     @property
     def prefix_length(self) -> int:
@@ -103,25 +135,6 @@ class LayerBoard:
             kept = state[row.name]
             row.frozen, row.pinned = kept["frozen"], kept["pinned"]
             row.set(kept["since_step"], kept["reason"], kept["by"])
-
-    def __getitem__(self, name: str | int) -> LayerRow:
-        if isinstance(name, int):
-            return list(self._rows.values())[name]
-        if name not in self._rows:
-            raise unknown_name("layer", name, self._rows)
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[LayerRow]:
-        return iter(list(self._rows.values()))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return text_table(*show_rows(self))
-
-    def _repr_html_(self) -> str:
-        return html_table(*show_rows(self))
 
 
 def show_rows(rows: Iterable[LayerRow]) -> tuple[list[str], list[list[str]]]:

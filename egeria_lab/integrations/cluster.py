@@ -12,24 +12,26 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.config import Setting
+from egeria_lab.engine.layer_board import LayerRows
+from egeria_lab.engine.steering_calls import SteeringCalls
 from egeria_lab.errors import InvalidSettingError, TrainingError, unknown_name
 from egeria_lab.events import Event, EventLog, Scalar
 from egeria_lab.history import History
 from egeria_lab.integrations import cluster_engine as engine
-from egeria_lab.integrations.cluster_copy import Rows, RunCopy, UndoWords
+from egeria_lab.integrations.cluster_copy import RunCopy, UndoWords
 from egeria_lab.integrations.cluster_link import ForwardingQueue, Link
 
 POLL_SECONDS = 0.25
 
 
-class ClusterSession:
+class ClusterSession(SteeringCalls):
     """Drives a session on several engines; made by ``lab.Session(..., cluster=rc)``.
 
     Args:
@@ -128,54 +130,6 @@ class ClusterSession:
         """The plain model and its `state_dict`, fetched from rank 0."""
         return self._first("export")
 
-    # --- steering --------------------------------------------------------------------------------------
-
-    def freeze(self, layer: str) -> c.Receipt:
-        """Stop training a layer module on all ranks, from their next step on."""
-        return self._put(c.FreezeLayer(layer=self.layers[layer].name))
-
-    def thaw(self, layer: str) -> c.Receipt:
-        """Train a frozen layer module again, on all ranks."""
-        return self._put(c.ThawLayer(layer=self.layers[layer].name))
-
-    def pin(self, layer: str) -> c.Receipt:
-        """Forbid every rule to freeze a layer module."""
-        return self._put(c.PinLayer(layer=self.layers[layer].name))
-
-    def unpin(self, layer: str) -> c.Receipt:
-        """Allow rules to freeze a layer module again."""
-        return self._put(c.UnpinLayer(layer=self.layers[layer].name))
-
-    def override(self, name: str, value: Scalar, layer: str | None = None) -> c.Receipt:
-        """Give a setting a new value on all ranks, at the same step; rank 0 checks it."""
-        self._link.first(engine.check, name, value, None if layer is None else self.layers[layer].name)
-        return self._put(c.Override(name=name, value=value, layer=layer))
-
-    def reset(self, name: str, layer: str | None = None) -> c.Receipt:
-        """Give a setting back the value that the session started with."""
-        self.setting(name)
-        return self._put(c.Reset(name=name, layer=layer))
-
-    def extend(self, epochs: float) -> c.Receipt:
-        """Lengthen the budget."""
-        return self._put(c.Extend(epochs=epochs))
-
-    def discard(self, sample_ids: Iterable[int]) -> c.Receipt:
-        """Take samples out of training on all ranks, until they are restored."""
-        return self._put(c.Discard(ids=tuple(int(i) for i in sample_ids)))
-
-    def restore(self, sample_ids: Iterable[int]) -> c.Receipt:
-        """Give discarded samples back to training."""
-        return self._put(c.Restore(ids=tuple(int(i) for i in sample_ids)))
-
-    def undo(self) -> c.Receipt:
-        """Go back to the state right before the newest command landed, on all ranks."""
-        return self._put(c.Undo())
-
-    def redo(self) -> c.Receipt:
-        """Take the newest `undo` back, on all ranks."""
-        return self._put(c.Redo())
-
     # --- looking ---------------------------------------------------------------------------------------
 
     @property
@@ -189,8 +143,8 @@ class ClusterSession:
         return self._copy.events
 
     @property
-    def layers(self) -> Rows:
-        """The states of the layer modules."""
+    def layers(self) -> LayerRows:  # type: ignore[override]
+        """The states of the layer modules, as rank 0 told them last."""
         return self._copy.layers
 
     @property
@@ -287,6 +241,12 @@ class ClusterSession:
         return f"ClusterSession({self.name}, {self.state}, step {self.steps_done:,} of {self.planned_steps:,})"
 
     # --- inside ----------------------------------------------------------------------------------------
+
+    def _check_override(self, name: str, value: Scalar, layer: str | None) -> None:
+        self._link.first(engine.check, name, value, layer)
+
+    def _check_reset(self, name: str, layer: str | None) -> None:
+        self.setting(name, layer)
 
     def _put(self, command: c.Command) -> c.Receipt:
         if self.error is not None:

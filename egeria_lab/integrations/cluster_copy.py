@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from egeria_lab import commands as c
-from egeria_lab.engine.layer_board import LayerRow, show_rows
-from egeria_lab.errors import unknown_name
+from egeria_lab.engine.layer_board import LayerRows
 from egeria_lab.events import EventLog
 from egeria_lab.history import History
 from egeria_lab.integrations.cluster_engine import News, Seen
-from egeria_lab.tables import html_table, text_table
-
-
-class Rows:
-    """The states of the layer modules as rank 0 told them last; prints as a table.
-
-    Args:
-        rows: front to back.
-
-    Example:
-        >>> Rows([LayerRow("layers.0", "Linear", 10)])["layers.0"].state
-        'active'
-    """
-
-    def __init__(self, rows: Sequence[LayerRow]) -> None:
-        self._rows = {row.name: row for row in rows}
-
-    @property
-    def names(self) -> list[str]:
-        """Names, front to back."""
-        return list(self._rows)
-
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """Names of frozen layers, front to back."""
-        return tuple(name for name, row in self._rows.items() if row.frozen)
-
-    def __getitem__(self, name: str | int) -> LayerRow:
-        if isinstance(name, int):
-            return list(self._rows.values())[name]
-        if name not in self._rows:
-            raise unknown_name("layer", name, self._rows)
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[LayerRow]:
-        return iter(list(self._rows.values()))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return text_table(*show_rows(self))
-
-    def _repr_html_(self) -> str:
-        return html_table(*show_rows(self))
 
 
 class UndoWords:
@@ -93,7 +46,7 @@ class RunCopy:
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
-        self.layers = Rows(facts["layers"])
+        self.layers = LayerRows(facts["layers"])
         self.history = History(self.layers.names)
         self.events = EventLog()
         self.seen = Seen()
@@ -115,4 +68,4 @@ class RunCopy:
         counted = len(news.events) + (0 if news.anew else self.seen.events)
         self.seen = Seen(news.rewinds, {name: len(self.history[name]) for name in self.history}, counted)
         self.facts = news.facts
-        self.layers = Rows(news.facts["layers"])
+        self.layers = LayerRows(news.facts["layers"])
