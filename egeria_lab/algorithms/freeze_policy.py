@@ -34,6 +34,8 @@ class Plasticity:
         bootstrap_change: nothing freezes until the training loss changes by less than this share
             between two windows, > 0.
         bootstrap_epochs: nothing freezes before so many passes over the data, >= 0; 0 for fine-tuning.
+        bootstrap_rate: nothing freezes before the learning rate has come down to this share of its highest, in
+            (0, 1], or None for no such condition.
         reference: ``"auto"``, ``"int8"``, ``"bf16"`` or ``"fp32"``, the numeric format of the reference model;
             layers that cannot be had in it are compared in float32.
         refresh_evals: readings between two snapshots, or None for 2 × (window + patience); never less
@@ -76,6 +78,7 @@ class Plasticity:
     tolerance: float = 0.2
     bootstrap_change: float = 0.10
     bootstrap_epochs: float = 1.0
+    bootstrap_rate: float | None = None
     reference: str = "auto"
     refresh_evals: int | None = None
     refresh_on_freeze: bool = True
@@ -101,6 +104,9 @@ class Plasticity:
             require(is_number(value) and value > 0, "Plasticity", name, value, "a number > 0")
         valid = is_number(self.bootstrap_epochs) and self.bootstrap_epochs >= 0
         require(valid, "Plasticity", "bootstrap_epochs", self.bootstrap_epochs, "a number >= 0")
+        rate = self.bootstrap_rate
+        valid = rate is None or (is_number(rate) and 0 < rate <= 1)
+        require(valid, "Plasticity", "bootstrap_rate", rate, "in (0, 1] or None")
         require(self.monitor_budget <= 1, "Plasticity", "monitor_budget", self.monitor_budget, "in (0, 1]")
         require(
             self.max_frozen is None or (is_number(self.max_frozen) and 0 < self.max_frozen <= 1),
@@ -193,6 +199,7 @@ class PlasticityPolicy:
         self._interval_losses: list[float] = []
         self._losses: deque[float] = deque()
         self._rate: float | None = None
+        self._highest_rate = 0.0
         self._rate_age = 0
         self._rate_is_smooth = False
         self._rate_at_last_freeze: float | None = None
@@ -227,6 +234,7 @@ class PlasticityPolicy:
     def observe(self, loss: float, learning_rate: float, frozen: Sequence[str]) -> list[Decision]:
         """Take in one finished step; answers with thaws when the thaw rule asks for them."""
         self._interval_losses.append(loss)
+        self.saw_rate(learning_rate)
         before = self._rate if self._rate is not None else learning_rate
         if learning_rate != before:
             self._rate_is_smooth = learning_rate < before and (
@@ -245,6 +253,10 @@ class PlasticityPolicy:
         if reason is None:
             return []
         return [Decision(action="thaw", layer=name, reason=reason) for name in frozen]
+
+    def saw_rate(self, learning_rate: float) -> None:
+        """Note a learning rate, for `Plasticity.bootstrap_rate`."""
+        self._highest_rate = max(self._highest_rate, learning_rate)
 
     def thawed(self) -> None:
         """Note that the thaw rule's decision was carried out: from now on criteria are relaxed."""
@@ -342,9 +354,13 @@ class PlasticityPolicy:
         before = sum(recent[:window]) / window
         after = sum(recent[window:]) / window
         self.loss_change = abs(before - after) / max(abs(before), 1e-12)
-        enough = passes >= self.settings.bootstrap_epochs
+        enough = passes >= self.settings.bootstrap_epochs and self._rate_is_low()
         if self.bootstrapping and enough and self.loss_change < self.settings.bootstrap_change:
             self.bootstrapping = False
+
+    def _rate_is_low(self) -> bool:
+        share = self.settings.bootstrap_rate
+        return share is None or (self._rate is not None and self._rate <= share * self._highest_rate * (1 + 1e-9))
 
     def _obstacle(self, layer: str, num_frozen: int, pinned: Sequence[str]) -> str | None:
         if layer in pinned:
@@ -368,6 +384,7 @@ class PlasticityPolicy:
             "interval_losses": list(self._interval_losses),
             "losses": list(self._losses),
             "rate": self._rate,
+            "highest_rate": self._highest_rate,
             "rate_age": self._rate_age,
             "rate_is_smooth": self._rate_is_smooth,
             "rate_at_last_freeze": self._rate_at_last_freeze,
@@ -384,6 +401,7 @@ class PlasticityPolicy:
         self._interval_losses, self._losses = list(state["interval_losses"]), deque(state["losses"])
         self._rate, self._rate_age = state["rate"], state["rate_age"]
         self._rate_is_smooth, self._rate_at_last_freeze = state["rate_is_smooth"], state["rate_at_last_freeze"]
+        self._highest_rate = state.get("highest_rate", self._rate or 0.0)
         self._blocked = {(layer, obstacle) for layer, obstacle in state["blocked"]}
 
     def set_tolerance(self, layer: str, tolerance: float) -> None:

@@ -123,6 +123,7 @@ class Replay:
     def _watch_the_loss(self, step: int) -> None:
         """All that the rule does in the critical period: the loss of the last interval, as one mean."""
         losses = self.run.losses[self._last_evaluation : step]
+        self.policy.saw_rate(max(self.run.learning_rates[self._last_evaluation : step]))
         self.policy.observe(sum(losses) / len(losses), self.run.learning_rates[step - 1], ())
         self.policy.evaluate({}, frozen=(), pinned=(), passes=self.run.passes[step - 1])
         if not self.policy.bootstrapping:

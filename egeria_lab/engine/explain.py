@@ -22,10 +22,12 @@ def explain_plasticity(layer: str, board: LayerBoard, policy: PlasticityPolicy, 
         return "it is the head, which no rule freezes"
     if policy.bootstrapping:
         change = "not known yet" if policy.loss_change is None else f"{policy.loss_change:.1%}"
+        epochs, share = policy.settings.bootstrap_epochs, policy.settings.bootstrap_rate
+        low = "" if share is None else f", and the learning rate is down to {share:.0%} of its highest"
         return (
             "bootstrapping goes on until the loss changes by less than "
             f"{policy.settings.bootstrap_change:.0%} between two windows of {policy.settings.window} "
-            f"readings (now {change}) and one epoch is done"
+            f"readings (now {change}) and {epochs:g} epoch{'s are' if epochs != 1 else ' is'} done{low}"
         )
     front = board.names[board.prefix_length]
     turn = "" if front == layer else f", and {front} before it has to freeze first"

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.engine.rules import FreezeSettings
 from egeria_lab.engine.trainer import Forward
-from egeria_lab.errors import InvalidSettingError, MissingPackageError
+from egeria_lab.errors import MissingPackageError
 from egeria_lab.integrations.loop import LoopFreezer
+from egeria_lab.integrations.loop_checks import check_single_process
 
 try:
     from transformers import TrainerCallback as _Found
@@ -80,11 +81,7 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         """Wait for the first batch, which the layers are found with; go on from a checkpoint where there is one."""
-        if args.world_size > 1:
-            raise InvalidSettingError(
-                "FreezeCallback trains in one process: ranks that decide alone would freeze different layers. Use a "
-                "Session under torchrun, or one device."
-            )
+        check_single_process(args.world_size)
         model, optimizer = things["model"], inner_optimizer(things["optimizer"])
         self._let_go()
         self.freezer = None

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.engine.rules import FreezeSettings
 from egeria_lab.engine.trainer import Forward
-from egeria_lab.errors import InvalidSettingError, MissingPackageError
+from egeria_lab.errors import MissingPackageError
 from egeria_lab.integrations.loop import LoopFreezer
+from egeria_lab.integrations.loop_checks import check_single_process
 
 try:
     from lightning.pytorch import Callback as _Found
@@ -71,11 +72,7 @@ class FreezeCallback(_Callback if _Callback is not None else object):  # type: i
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Refuse what cannot work."""
-        if trainer.world_size > 1:
-            raise InvalidSettingError(
-                "FreezeCallback trains in one process: ranks that decide alone would freeze different layers. Use a "
-                "Session under torchrun, or one device."
-            )
+        check_single_process(trainer.world_size)
         if self.freezer is not None:  # of an earlier fit
             self.freezer.close()
             self.freezer = None

@@ -77,6 +77,22 @@ def release(model: nn.Module, owner: object) -> None:
         del _open[model]
 
 
+def check_single_process(world_size: int) -> None:
+    """Raise when a trainer of another package runs on several ranks.
+
+    Raises:
+        InvalidSettingError: for more than one.
+
+    Example:
+        >>> check_single_process(1)
+    """
+    if world_size > 1:
+        raise InvalidSettingError(
+            f"FreezeCallback trains in one process, and there are {world_size}: ranks that decide alone would freeze "
+            "different layers. Use a Session under torchrun, or one device."
+        )
+
+
 def check_model(model: Any) -> None:
     """Raise for what is no module, and for a model in which another one freezes layers.
 

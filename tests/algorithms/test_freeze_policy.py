@@ -93,6 +93,26 @@ def test_bootstrapping_does_not_end_before_one_pass() -> None:
     assert not driver.policy.bootstrapping
 
 
+def test_bootstrapping_does_not_end_while_the_learning_rate_is_high() -> None:
+    driver = Driver(bootstrap_rate=0.5)
+    driver.observe(rate=0.02)  # a warm-up: low, but not come down
+    driver.observe(rate=0.2)
+    for rate in (0.2, 0.15, 0.101):
+        driver.rate = rate
+        for _ in range(6):
+            driver.round(1.0)
+        assert driver.policy.bootstrapping
+    kept = PlasticityPolicy(NAMES, driver.policy.settings)
+    kept.load_state_dict(driver.policy.state_dict())
+    for policy in (kept, driver.policy):
+        policy.observe(1.0, 0.1, ())
+        policy.evaluate({}, frozen=(), pinned=(), passes=2.0)
+        assert not policy.bootstrapping
+    driver.rate = 0.2  # a restart does not begin it anew
+    driver.round(1.0)
+    assert not driver.policy.bootstrapping
+
+
 def test_bootstrapping_does_not_end_while_the_loss_falls() -> None:
     """A loss that falls by 10 % a reading: two windows of 2 differ by 1 − 0.9² = 19 %."""
     driver = Driver()
@@ -515,6 +535,8 @@ def test_thaw_rules_by_hand() -> None:
         ("tolerance", math.nan, ">= 0, got nan"),
         ("tolerance", "0.2", ">= 0, got '0.2'"),
         ("bootstrap_change", 0, "> 0, got 0"),
+        ("bootstrap_rate", 0, r"in \(0, 1\] or None, got 0"),
+        ("bootstrap_rate", 1.5, r"in \(0, 1\] or None, got 1.5"),
         ("monitor_budget", 0, "> 0, got 0"),
         ("monitor_budget", 1.5, r"in \(0, 1\], got 1.5"),
         ("max_frozen", 0, r"in \(0, 1\] or None, got 0"),

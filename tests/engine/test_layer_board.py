@@ -67,7 +67,7 @@ def test_every_stage_has_its_sentence() -> None:
     made = board()
     policy = PlasticityPolicy(made.names, Plasticity(window=2, patience=3, tolerance=0.5))
     assert explain_plasticity("2", made, policy, {}) == "it is the head, which no rule freezes"
-    assert "between two windows of 2 readings (now not known yet) and one epoch is done" in explain_plasticity(
+    assert "between two windows of 2 readings (now not known yet) and 1 epoch is done" in explain_plasticity(
         "0", made, policy, {}
     )
     policy.loss_change = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,3 +124,8 @@ def test_without_transformers_the_message_says_what_to_install(monkeypatch: pyte
     monkeypatch.setattr(ours, "_Callback", None)
     with pytest.raises(lab.MissingPackageError, match=r'needs transformers: pip install "egeria-lab\[integrations\]"'):
         ours.FreezeCallback()
+
+
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(lab.InvalidSettingError, match=r"one process, and there are 2: .* Session under torchrun"):
+        ours.FreezeCallback().on_train_begin(SimpleNamespace(world_size=2), None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,8 @@ def test_without_lightning_the_message_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(ours, "_Callback", None)
     with pytest.raises(lab.MissingPackageError, match=r'needs Lightning: pip install "egeria-lab\[integrations\]"'):
         ours.FreezeCallback()
+
+
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(lab.InvalidSettingError, match=r"one process, and there are 2: .* Session under torchrun"):
+        ours.FreezeCallback().on_train_start(SimpleNamespace(world_size=2), Digits())
