@@ -1,4 +1,4 @@
-"""The dashboard in real JupyterLab and headless Chromium: clicks, idle time, training beside it, memory.
+"""The dashboard in real JupyterLab and headless Chromium: clicks, idle time, a conv net's training beside it, memory.
 
 Needs the packages playwright and jupyterlab and a Chromium on this machine; without one of them the rows are
 skipped and say so.
@@ -36,10 +36,14 @@ FLAGS = [
 ]  # fmt: skip
 CELLS = (
     """
-import time, torch
+import dataclasses, time, torch
 torch.set_num_threads(1)
 import egeria_lab as lab
-session = lab.Session("mlp", "digits", epochs=1_000_000, seed=0, freeze=lab.Plasticity(tolerance=0.0), undo_bytes=0)
+data = lab.data.load("fashion-mini")
+data = dataclasses.replace(data, valid=torch.utils.data.Subset(data.valid, range(64)))  # evaluations would be noise
+session = lab.Session(
+    "resnet8", data, batch_size=16, epochs=1_000_000, seed=0, freeze=lab.Plasticity(tolerance=0.0), undo_bytes=0
+)
 stamps, put = [], session.commands.put
 def noting(command):
     stamps.append(time.time())

@@ -1,8 +1,8 @@
 """Answers the attribution panel: which parts of some samples, and which layers, make the model say what it says.
 
 Works on a thread of its own, one question at a time and only when asked: while the run stands still, for it looks
-at the model of this very step. What was found stays in memory for a while, so that a later look at the same samples
-can say how far it moved since.
+at the model of this very step. It says how far that moved since a layer froze last; where none froze, since
+the same samples were looked at first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from egeria_lab.dashboard.freeze_copies import FreezeCopies
 from egeria_lab.dashboard.heat import bars, heat_over
 from egeria_lab.dashboard.thumbnails import image_of
 from egeria_lab.errors import EgeriaLabError
@@ -59,6 +60,7 @@ class Explainer:
     def __init__(self, session: Any) -> None:
         self._session = session
         self._records: dict[tuple[Any, ...], Record] = {}
+        self._copies = FreezeCopies(session)
         self._rewinds = getattr(getattr(session, "history", None), "rewinds", 0)
         self._next: tuple[Mapping[str, object], Callable[[dict[str, Any]], None]] | None = None
         self._works = False
@@ -82,7 +84,7 @@ class Explainer:
 
         Returns:
             ``step``, ``items`` (a picture with the attributions over it, or bars, for each sample), ``layers``
-            (conductance and state of each), ``drift`` where the same was asked before, ``score_change``,
+            (conductance and state of each), ``drift`` since the last freeze or the first look, ``score_change``,
             ``took_ms``; or ``problem`` in one sentence.
         """
         start = time.perf_counter()
@@ -92,11 +94,11 @@ class Explainer:
             return {"problem": RUNNING}
         try:
             found, answer = self._explain(wish)
+            drifted = self._drift(wish, found, answer["step"])
         except EgeriaLabError as error:
             return {"problem": _first_line(error)}
         except Exception as error:  # whatever a model of the user's own raises is told to who asked
             return {"problem": f"The model could not be explained: {type(error).__name__}: {_first_line(error)}"}
-        drifted = self._drift(wish, found, answer["step"])
         return {**answer, "drift": drifted, "took_ms": round(1e3 * (time.perf_counter() - start), 1)}
 
     def _work(self) -> None:
@@ -110,8 +112,7 @@ class Explainer:
 
     def _explain(self, wish: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
         session, ids, method, layer = self._session, _ids(wish.get("ids")), str(wish.get("method")), _layer(wish)
-        step = session.steps_done
-        found = session.attribute(list(ids), method=method, **({} if layer is None else {"layer": layer}))
+        step, found = session.steps_done, self._look(wish)
         since = {row.name: row.since_step for row in session.layers}
         return found, {
             "step": step,
@@ -153,18 +154,27 @@ class Explainer:
         known = [words[int(i)] if int(i) < len(words) else f"id {int(i)}" for i in ids]
         return [f"{place}: {word!r}" for place, word in enumerate(known)]
 
+    def _look(self, wish: Mapping[str, object], **more: Any) -> Any:
+        layer = _layer(wish)
+        options = more if layer is None else {"layer": layer, **more}
+        return self._session.attribute(list(_ids(wish.get("ids"))), method=str(wish.get("method")), **options)
+
     def _drift(self, wish: Mapping[str, object], found: Any, step: int) -> dict[str, Any] | None:
-        """How far this moved since the oldest record of the same samples; None when this is the first."""
+        """How far this moved since the last freeze, or else since the oldest record of the same samples, or None."""
         key = (_ids(wish.get("ids")), str(wish.get("method")), _layer(wish), tuple(found.targets.reshape(-1).tolist()))
         self._forget_what_was_undone()
         record = self._records.pop(key, None)
         self._records[key] = record or Record(step, found)  # the newest key last
         self._records = dict(list(self._records.items())[-MOST_RECORDS:])
+        copy = self._copies.before(step)
+        if copy is not None:
+            record = Record(copy.step, self._look(wish, state=copy.state))
         if record is None or record.step == step:
             return None
         rows = found.drift_since(record.found).rows
         moved = {row.name: {"cosine": _number(row.cosine), "relative_l2": _number(row.relative_l2)} for row in rows}
-        return {"since": record.step, "maps": moved.pop("maps"), "layers": moved}
+        why = "" if copy is None else f"{copy.layer} froze"
+        return {"since": record.step, "why": why, "maps": moved.pop("maps"), "layers": moved}
 
     def _forget_what_was_undone(self) -> None:
         """After an undo only what was found before it is of this course of the run."""
@@ -175,6 +185,7 @@ class Explainer:
         once = rewinds == self._rewinds + 1 and bool(undone) and isinstance(undone[0], CommandUndone)
         last = undone[0].step if once else -1
         self._records = {key: record for key, record in self._records.items() if record.step <= last}
+        self._copies.forget_behind(last - 1)  # what froze at that very step was taken back too
         self._rewinds = rewinds
 
 

@@ -118,11 +118,11 @@ def test_drift_since_the_first_look_and_an_undo_forgets_what_was_never_made() ->
     explainer, wish = Explainer(session), {"ids": [3], "method": "saliency"}
     assert explainer.answer(wish)["drift"] is None
     before = session.attribute([3], method="saliency")
-    session.freeze("layers.0")
+    session.pin("layers.0")
     session.step(4)
     drift = explainer.answer(wish)["drift"]
     rows = session.attribute([3], method="saliency").drift_since(before).rows
-    assert drift["since"] == 4
+    assert (drift["since"], drift["why"]) == (4, "")
     assert drift["maps"]["relative_l2"] == pytest.approx(rows[0].relative_l2, rel=1e-3)
     assert {n: row["cosine"] for n, row in drift["layers"].items()} == pytest.approx(
         {row.name: row.cosine for row in rows[1:]}, rel=1e-3
@@ -137,6 +137,32 @@ def test_drift_since_the_first_look_and_an_undo_forgets_what_was_never_made() ->
     for i in range(2 * MOST_RECORDS):
         explainer.answer({"ids": [i], "method": "saliency"})
     assert len(explainer._records) == MOST_RECORDS
+
+
+def test_drift_since_the_last_freeze_also_of_samples_that_nobody_looked_at_then() -> None:
+    session, twin = made(), made()
+    explainer, wish = Explainer(session), {"ids": [3], "method": "saliency"}
+    for one in (session, twin):
+        one.step(3)
+        one.freeze("layers.0")
+        one.step(2)
+        one.freeze("layers.1")
+    before = session.attribute([3], method="saliency")  # at step 5, where the second one freezes
+    for one in (session, twin):
+        one.step(4)
+    drift = explainer.answer(wish)["drift"]
+    assert (drift["since"], drift["why"]) == (5, "layers.1 froze")
+    rows = session.attribute([3], method="saliency").drift_since(before).rows
+    assert drift["maps"]["relative_l2"] == pytest.approx(rows[0].relative_l2, rel=1e-3) != 0
+    weights, others = session.export().state_dict, twin.export().state_dict
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert session.step(3).loss == twin.step(3).loss
+    session.undo()
+    session.step(1)
+    assert explainer.answer(wish)["drift"]["why"] == "layers.0 froze"
+    with pytest.raises(lab.InvalidSettingError, match=r"not one of this model: .*size mismatch"):
+        session.attribute([3], method="saliency", state={n: torch.zeros(1) for n in weights})
+    assert session.step(1).loss == session.history.steps["loss"][-1]
 
 
 @pytest.mark.parametrize(

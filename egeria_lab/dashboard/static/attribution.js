@@ -96,18 +96,22 @@ class AttributionView {
       make("span", { class: "egl-track", "aria-hidden": "true" }, make("span", { class: `egl-part ${kind}`, style: `width:${100 * share}%` })), make("span", { class: "egl-bar-words" }, words));
   }
 
+  when({ since, why }) {
+    return `step ${say(since)}${why ? `, when ${why}` : ", the first look"}`;
+  }
+
   layers({ layers, drift }) {
     if (!layers.length) return [];
     const most = Math.max(...layers.map(({ mean_abs: size }) => size ?? 0)) || 1;
-    const moved = drift ? ` and how far it moved since step ${say(drift.since)}` : "";
+    const moved = drift ? ` and how far it moved since ${this.when(drift)}` : "";
     const rows = layers.map(({ name, state, since, mean_abs: size, total }) => {
       const frozen = state === "frozen", drifted = drift?.layers[name];
       const words = `${say(size)}${drifted ? `, moved ${say(drifted.relative_l2)}` : ""}${frozen ? ", frozen" : ""}`;
       const about = `${name}: ${frozen ? `frozen since step ${say(since)}` : state}\nmean |conductance| ${say(size)}, change of the score through it ${say(total)}`
-        + (drifted ? `\nsince step ${say(drift.since)}: relative change ${say(drifted.relative_l2)}, cosine ${say(drifted.cosine)}` : "");
+        + (drifted ? `\nsince ${this.when(drift)}: relative change ${say(drifted.relative_l2)}, cosine ${say(drifted.cosine)}` : "");
       return this.bar(name, (size ?? 0) / most, frozen ? "egl-frozen-flow" : "egl-active-flow", words, about);
     });
-    const maps = drift ? [make("p", { class: "egl-why" }, `The maps themselves: relative change ${say(drift.maps.relative_l2)}, cosine ${say(drift.maps.cosine)} since step ${say(drift.since)}.`)] : [];
+    const maps = drift ? [make("p", { class: "egl-why" }, `The maps themselves: relative change ${say(drift.maps.relative_l2)}, cosine ${say(drift.maps.cosine)} since ${this.when(drift)}.`)] : [];
     return [make("h4", {}, `What flows through each layer (hatched: frozen)${moved}`), make("div", { class: "egl-flows", tabindex: rows.length > 12 ? "0" : null, role: "group", "aria-label": "Layers" }, ...rows), ...maps];
   }
 
