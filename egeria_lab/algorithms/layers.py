@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from egeria_lab.algorithms.given_back import seed_generators
 from egeria_lab.algorithms.ownership import parameter_owners
 from egeria_lab.algorithms.tracing import Call, is_good_cut, record, undisturbed
 from egeria_lab.errors import LayerError, unknown_name
@@ -131,7 +132,7 @@ def layers(
     with undisturbed(model):
 
         def run() -> object:
-            torch.manual_seed(0)  # inside a fork: a model that draws numbers draws the same in each replay
+            seed_generators(0)  # inside a fork: a model that draws numbers draws the same in each replay
             return call(model, example)
 
         with torch.no_grad():

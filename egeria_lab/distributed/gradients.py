@@ -5,7 +5,7 @@ layers are in no bucket and send no byte.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -140,25 +140,30 @@ def check_bare(model: nn.Module) -> None:
             )
 
 
-def average_statistics(model: nn.Module, group: Group, frozen: set[nn.Module]) -> None:
-    """Replace running statistics of batch norm by their mean over ranks; frozen ones stand still and are left out.
-
-    The mean of variances leaves the variance between the ranks' means out, as every data-parallel training without
-    synchronised batch norm does.
+def running_statistics(model: nn.Module, frozen: set[nn.Module]) -> list[Tensor]:
+    """Running statistics of batch norm that moved in a step; frozen ones stand still and are left out.
 
     Args:
         model: the model.
-        group: the ranks.
         frozen: modules that are frozen.
     """
     found: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module not in frozen:
             found += [x for x in (module.running_mean, module.running_var) if x is not None]
-    if not found:
-        return
-    flat = torch.cat([x.detach().double().flatten().cpu() for x in found])
-    group.add(flat, "running statistics").div_(group.size)
+    return found
+
+
+def set_statistics(found: Sequence[Tensor], flat: Tensor) -> None:
+    """Replace running statistics by their mean over ranks.
+
+    The mean of variances leaves the variance between the ranks' means out, as every data-parallel training without
+    synchronised batch norm does.
+
+    Args:
+        found: as from `running_statistics`.
+        flat: the new values, one after another.
+    """
     with torch.no_grad():
         for x, part in zip(found, torch.split(flat, [x.numel() for x in found]), strict=True):
             x.copy_(part.view_as(x))

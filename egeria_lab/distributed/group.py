@@ -23,6 +23,9 @@ from egeria_lab.errors import EgeriaLabError, InvalidSettingError, TrainingError
 TIMEOUT_SECONDS = 600.0
 """So long a rank waits for another one that is alive but silent; one that has died is noticed at once."""
 
+INLINE_BYTES = 248
+"""What is no longer than this travels in one message of 256 bytes, its length in front."""
+
 T = TypeVar("T")
 
 
@@ -94,24 +97,26 @@ class Group:
         return self.rank == 0
 
     def from_first(self, value: T | None = None, what: str = "a decision of rank 0") -> T:
-        """What rank 0 says; the others give nothing. An empty value costs 8 bytes.
+        """What rank 0 says; the others give nothing. One message for what is short, two for what is long.
 
         Args:
             value: any object that can be pickled, on rank 0.
             what: for the message when a rank is gone.
         """
-        payload = pickle.dumps(value) if self.is_first and value else b""
-        length = torch.tensor([len(payload)])
-        self._call(lambda: dist.broadcast(length, src=0, group=self._control), what)
-        if not int(length):
-            return value if self.is_first else None  # type: ignore[return-value]
-        buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(
-            int(length), dtype=torch.uint8
-        )  # fmt: skip
-        self._call(lambda: dist.broadcast(buffer, src=0, group=self._control), what)
+        payload = pickle.dumps(value) if self.is_first else b""
+        start = len(payload).to_bytes(8, "little") + payload[:INLINE_BYTES]
+        head = torch.frombuffer(bytearray(start.ljust(8 + INLINE_BYTES, b"\0")), dtype=torch.uint8)
+        self._call(lambda: dist.broadcast(head, src=0, group=self._control), what)
+        told = head.numpy().tobytes()
+        length = int.from_bytes(told[:8], "little")
+        if length > INLINE_BYTES:
+            rest = bytearray(payload[INLINE_BYTES:] or bytes(length - INLINE_BYTES))
+            buffer = torch.frombuffer(rest, dtype=torch.uint8)
+            self._call(lambda: dist.broadcast(buffer, src=0, group=self._control), what)
+            told += buffer.numpy().tobytes()
         if self.is_first:
             return value  # type: ignore[return-value]
-        said: T = pickle.loads(buffer.numpy().tobytes())
+        said: T = pickle.loads(told[8 : 8 + length])
         return said
 
     def sum(self, values: Sequence[float], what: str = "sums of a step") -> list[float]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from egeria_lab.errors import require
 
-CONTROL_MESSAGES = 5
-"""Small collectives of a step: commands, the loss, what was seen, the decisions, running statistics."""
+CONTROL_MESSAGES = 4
+"""Small collectives of a step: commands, the loss, what the step showed, the decisions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from egeria_lab import commands as c
 from egeria_lab.algorithms.freeze_policy import Decision
 from egeria_lab.data.loaders import Batch
-from egeria_lab.distributed.gradients import GradientExchange, average_statistics
+from egeria_lab.distributed.gradients import GradientExchange, running_statistics, set_statistics
 from egeria_lab.distributed.group import FollowingEndedError, Group
 from egeria_lab.distributed.sharding import Share
 from egeria_lab.engine.monitor import PlasticityMonitor
@@ -158,14 +158,26 @@ class Ranks:
         """
         session = self._session
         frozen = {m for layer in session.layer_modules if layer.name in session.layers.frozen for m in layer.modules}
-        average_statistics(session.model, self.group, frozen)
+        moved = running_statistics(session.model, frozen)
         weight = self._weight(batch)
         accuracy = 0.0 if result.accuracy is None else result.accuracy
-        sums = self.group.sum([accuracy * weight, weight * (result.accuracy is not None), *(shares or [])])
-        known = sums[1] > self.group.size - 1e-6
-        signals = None if result.signals is None else self._gathered(batch, result.signals)
-        whole = replace(result, accuracy=sums[0] / self.group.size if known else None, signals=signals)
-        mean = None if shares is None else [share / self.group.size for share in sums[2:]]
+        figures = torch.tensor(
+            [accuracy * weight, weight * (result.accuracy is not None), *(shares or [])], dtype=torch.float64
+        )
+        table = self._table(batch, result.signals)
+        # One message for everything: integers below 2**53 and float32 are exact in double precision.
+        parts = [*(x.detach().flatten().cpu() for x in moved), figures, table.flatten()]
+        flat = self.group.add(torch.cat([part.double() for part in parts]), "what a step showed")
+        counts = [sum(x.numel() for x in moved), len(figures), table.numel()]
+        statistics, sums, shown = torch.split(flat, counts)
+        set_statistics(moved, statistics / self.group.size)
+        known = float(sums[1]) > self.group.size - 1e-6
+        whole = replace(
+            result,
+            accuracy=float(sums[0]) / self.group.size if known else None,
+            signals=None if result.signals is None else _signals(shown.to(torch.int32).view_as(table), result.signals),
+        )
+        mean = None if shares is None else (sums[2:] / self.group.size).tolist()
         assert batch.whole is not None
         return Batch(batch.whole, None), whole, mean
 
@@ -231,23 +243,27 @@ class Ranks:
         assert batch.whole is not None
         return self._share.weight(batch.whole)
 
-    def _gathered(self, batch: Batch, signals: SampleSignals) -> SampleSignals:
-        """Signals of the global batch. They travel as integers, each added to zeros: no id or bit is rounded."""
+    def _table(self, batch: Batch, signals: SampleSignals | None) -> Tensor:
+        """This rank's signals in the places of its rows, zeros elsewhere: added up, no id or bit is rounded."""
         assert batch.whole is not None
-        table = torch.zeros(4, len(batch.whole), dtype=torch.int32)
-        if self._weight(batch):
-            own = self._share.of(batch.whole)
-            table[0, own] = sum(
-                bit << i for i, bit in enumerate(x is not None for x in (signals.correct, signals.margin, signals.loss))
-            )
-            for row, values in enumerate((signals.correct, signals.margin, signals.loss), start=1):
-                if values is not None:
-                    table[row, own] = values.int() if row == 1 else values.float().view(torch.int32)
-        self.group.add(table)
-        has = int(table[0].min())
-        return SampleSignals(
-            correct=table[1].bool() if has & 1 else None,
-            margin=table[2].view(torch.float32) if has & 2 else None,
-            loss=table[3].view(torch.float32) if has & 4 else None,
-            loss_shape=signals.loss_shape,
-        )
+        table = torch.zeros(4, len(batch.whole) if signals is not None else 0, dtype=torch.int32)
+        if signals is None or not self._weight(batch):
+            return table
+        own = self._share.of(batch.whole)
+        kinds = (signals.correct, signals.margin, signals.loss)
+        table[0, own] = sum(bit << i for i, bit in enumerate(x is not None for x in kinds))
+        for row, values in enumerate(kinds, start=1):
+            if values is not None:
+                table[row, own] = values.int() if row == 1 else values.float().view(torch.int32)
+        return table
+
+
+def _signals(table: Tensor, own: SampleSignals) -> SampleSignals:
+    """The signals of the global batch, from the sum of the tables of all ranks."""
+    has = int(table[0].min())
+    return SampleSignals(
+        correct=table[1].bool() if has & 1 else None,
+        margin=table[2].view(torch.float32) if has & 2 else None,
+        loss=table[3].view(torch.float32) if has & 4 else None,
+        loss_shape=own.loss_shape,
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from egeria_lab.algorithms.given_back import seed_generators
 from egeria_lab.algorithms.tracing import undisturbed
 
 _HOOKS = (
@@ -68,6 +69,4 @@ def leaving_no_trace(model: nn.Module, seed: int = 0) -> Iterator[None]:
 def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every accelerator, in use or not
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)  # inside a fork, as the one above
+    seed_generators(seed)  # inside a fork of the generators
