@@ -53,6 +53,11 @@ from egeria_lab.session import Session, compare, replay
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:  # what a notebook completes after `lab.`: not every module inside
+    return [*__all__, "errors", "events"]
+
+
 __all__ = [
     "MEST",
     "SET",

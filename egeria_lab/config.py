@@ -14,6 +14,7 @@ from typing import Any
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.errors import InvalidSettingError, unknown_name
 from egeria_lab.events import Scalar
+from egeria_lab.tables import html_table, text_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,23 @@ class Setting:
     per_layer: bool = False
     applies: str = "next plasticity reading"
     help: str = ""
+
+
+class SettingList(list[Setting]):
+    """Settings that print as a table."""
+
+    def __repr__(self) -> str:
+        return text_table(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._shown())
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        rows = [
+            [s.name, str(s.value), str(s.default), f"{s.low:g} to {s.high:g} {s.unit}".strip(), s.applies, s.help]
+            for s in self
+        ]
+        return ["setting", "value", "at the start", "useful range", "a change applies", "what it does"], rows
 
 
 _FREEZE: dict[str, dict[str, Any]] = {
@@ -217,12 +235,12 @@ class Settings:
         self.learning_rate = state["learning_rate"]
         self.per_layer = {(name, layer): value for name, layer, value in state["per_layer"]}
 
-    def list(self) -> list[Setting]:
+    def list(self) -> SettingList:
         """Every setting with its present value and range."""
-        result = []
-        for name in self.names():
-            result.append(Setting(name=name, value=self.value(name), default=self.default(name), **_spec(name)))
-        return result
+        return SettingList(
+            Setting(name=name, value=self.value(name), default=self.default(name), **_spec(name))
+            for name in self.names()
+        )
 
     def _check_name(self, name: str) -> None:
         if name not in self.names():

@@ -11,11 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from html import escape
 from typing import Any
 
 from egeria_lab.errors import InvalidSettingError, require
+from egeria_lab.tables import html_table
 
 Scalar = str | int | float | bool | None
+
+MOST_ROWS_SHOWN = 50
+"""Of a log in a notebook: the newest, as a run of hours has thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,12 @@ class Event:
         fields = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k not in ("step", "by"))
         return f"{type(self).__name__}({fields})"
 
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.sentence()}"
+
+    def _repr_html_(self) -> str:  # `repr` itself has every field: replays compare by it
+        return f"<p>{escape(str(self))} <small>({type(self).__name__}, by {escape(self.by)})</small></p>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
@@ -49,7 +60,8 @@ class RunStarted(Event):
     threads: int
 
     def sentence(self) -> str:
-        return f"Training on {self.device} with {self.threads} threads, up to step {self.planned_steps}"
+        threads = f"{self.threads} thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"Training on {self.device} with {threads}, up to step {self.planned_steps}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -604,3 +616,12 @@ class EventLog:
     def __repr__(self) -> str:
         lines = [f"step {event.step:>6}  {event.sentence()}" for event in list(self._events)]
         return "\n".join(lines) or "no events yet"
+
+    def _repr_html_(self) -> str:
+        events = list(self._events)
+        if not events:
+            return "<p>no events yet</p>"
+        earlier = len(events) - MOST_ROWS_SHOWN
+        above = f"<p>{earlier:,} earlier ones; <code>print</code> shows all</p>" if earlier > 0 else ""
+        shown = [[f"{event.step:,}", event.by, event.sentence()] for event in events[-MOST_ROWS_SHOWN:]]
+        return above + html_table(["step", "by", "what happened"], shown)

@@ -14,6 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from egeria_lab.errors import unknown_name
+from egeria_lab.tables import html_table
 
 Array = NDArray[np.float64]
 
@@ -204,3 +205,8 @@ class History(Mapping[str, Table]):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(table)} rows" for name, table in self._tables.items())
         return f"History({sizes})"
+
+    def _repr_html_(self) -> str:
+        rows = [[name, f"{len(table):,}", ", ".join(table.columns)] for name, table in self._tables.items()]
+        hint = "<p><code>.frame(table)</code> gives one of them as a pandas data frame.</p>"
+        return html_table(["table", "rows", "columns"], rows) + hint

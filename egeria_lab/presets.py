@@ -19,7 +19,13 @@ from egeria_lab.algorithms.sparse.methods import MEST
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.errors import is_number, require
 
+__all__ = ["egeria", "everything", "fine_tuning", "spfde"]
+
 Keywords = dict[str, Any]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def egeria(*, tolerance: float = 0.2, cache: bool = True) -> Keywords:

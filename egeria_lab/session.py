@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from egeria_lab.algorithms.what_if import what_if
 from egeria_lab.algorithms.what_if_record import WhatIf
 from egeria_lab.config import Setting, Settings
 from egeria_lab.data.activation_cache import ActivationCache
-from egeria_lab.data.loaders import Batch, BatchSource, Views
-from egeria_lab.engine import assembly, forking, replaying, saving
+from egeria_lab.data.loaders import Batch, Views
+from egeria_lab.data.stream_source import source_for
+from egeria_lab.engine import assembly, forking, replaying, saving, streaming
 from egeria_lab.engine.bad_loss import BadLossGuard
 from egeria_lab.engine.budget import Budget
 from egeria_lab.engine.building import build_model, check_arguments, checked_sample_ids, load_data
@@ -63,6 +65,12 @@ from egeria_lab.presets import PRESETS
 
 DEFAULT_EPOCHS = 20
 EXAMPLE_ROWS = 2
+INNER_NAMES = {
+    "advance", "bad_loss", "beat", "budget", "come_to_rest", "command_log", "commands", "describe_run", "finish_pass",
+    "land_commands", "land_if_alone", "policy", "ranks", "recorder", "rule", "run_ended", "schedule", "settings_book",
+    "trainer",
+}  # fmt: skip
+"""What other modules use of a session, and nobody should meet in a notebook's list of completions."""
 MOST_ROUNDS = 100
 """Of landing commands at rest: a subscriber that answers every event with a command must not go on for ever."""
 
@@ -72,8 +80,9 @@ class Session(SteeringCalls):
 
     Args:
         model: a module, or a name in `egeria_lab.models.names()`.
-        data: `Data`, a name in `egeria_lab.data.names()`, or a pair of map-style data sets or of
-            `DataLoader`s ``(train, valid)``.
+        data: `Data`, a name in `egeria_lab.data.names()`, or a pair ``(train, valid)`` of map-style data sets, of
+            `DataLoader`s, or of streams (`egeria_lab.data.streams`): an `IterableDataset`, an iterable of batches, or
+            a function that returns an iterator of batches. With a stream, what goes by sample ids is refused.
         loss: ``loss(outputs, targets)`` → scalar or one value per sample; default: cross-entropy.
         forward: ``forward(model, batch) -> (outputs, targets)`` for batches that are no pair.
         optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, an `Optimizer` or a function of the parameters that makes one;
@@ -85,6 +94,8 @@ class Session(SteeringCalls):
         accumulate: batches a step, >= 1: their gradients are added up for one update. A step is the whole window, so
             pausing, saving and commands fall between windows; a pass ends with the batches that are left.
         epochs: planned passes over the training data, > 0; None for 20.
+        steps: the plan in steps, >= 1, in place of `epochs`; a stream that does not tell its length needs it.
+        steps_per_epoch: steps after which a pass over a stream is over although it goes on; None: when it ends.
         seed: decides initial weights (of models by name), order and draws inside the model.
         freeze: `Plasticity`, `Schedule` or `GradientNorm`; None to freeze by hand only.
         sieve: `CirculantSieve`, `RandomSieve`, `OneShotSieve` or `LossSieve`; None trains on every sample.
@@ -142,6 +153,8 @@ class Session(SteeringCalls):
         batch_size: int = 128,
         accumulate: int = 1,
         epochs: float | None = None,
+        steps: int | None = None,
+        steps_per_epoch: int | None = None,
         seed: int = 0,
         freeze: FreezeSettings | None = Plasticity(),  # noqa: B008 - frozen, so sharing it is safe
         sieve: SieveSettings | None = None,
@@ -175,16 +188,15 @@ class Session(SteeringCalls):
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
-        self._train_source = BatchSource(train, batch_size, seed=seed, augment=augment, accumulate=accumulate)
-        self._valid_source = BatchSource(valid, max(256, batch_size), seed=seed, shuffle=False, role="validation")
+        self._train_source, self._valid_source = streaming.make_sources(train, valid, **self._arguments)
         self.model = build_model(model, self.data, seed).to(self.device)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
         self.optimizer = make_optimizer(optimizer, self.model, lr)
         full_steps = self._train_source.steps_per_epoch
         self.sieve = SessionSieve(sieve, self._train_source, seed)
         self._passes = Passes(self._train_source)
-        total_steps = self.sieve.planned_steps(epochs or DEFAULT_EPOCHS, full_steps)
-        self.budget = Budget(self._train_source.steps_per_epoch, total_steps, decided=epochs is not None)
+        total_steps = steps or self.sieve.planned_steps(epochs or DEFAULT_EPOCHS, full_steps)
+        self.budget = Budget(self._train_source.steps_per_epoch, total_steps, decided=bool(epochs or steps))
         self.trainer = Trainer(
             self.model, self.optimizer, loss=loss, forward=forward, device=self.device,
             precision=precision, max_grad_norm=max_grad_norm, seed=seed, augment=augment,
@@ -240,6 +252,7 @@ class Session(SteeringCalls):
         self._undo_ring = UndoRing(self, undo_bytes)
         self.bad_loss = BadLossGuard(self, on_bad_loss)
         self._memory_guard = MemoryGuard(self)
+        streaming.follow(self._train_source, self.budget, self.events, freeze, lambda: self._steps_done)
         self.ranks = assembly.make_ranks(self, distributed)
         self._autosave = None if run_dir is None or not self.is_first_rank else Autosave(
             self, run_dir, every_steps=save_every_steps, every_minutes=save_every_minutes, keep=keep_checkpoints
@@ -368,12 +381,10 @@ class Session(SteeringCalls):
         """Loss and accuracy in eval mode; nothing about training changes.
 
         Args:
-            data: a map-style data set or loader; default: the validation set.
+            data: a map-style data set, a loader or a stream that ends; default: the validation set.
             ema: evaluate the running average of the weights; the table of epochs always has the weights themselves.
         """
-        source = self._valid_source if data is None else BatchSource(
-            data, 256, seed=self.seed, shuffle=False, role="validation"
-        )  # fmt: skip
+        source = self._valid_source if data is None else source_for(data, 256, seed=self.seed)
         with self._lock, source.unshared():  # asked for on this rank alone
             loss, accuracy = self.trainer.evaluate(source, average=ema, alone=True)
         self.come_to_rest()
@@ -537,7 +548,13 @@ class Session(SteeringCalls):
         return what_if(self._record.latest(), settings, tolerances=tolerances, **changes)
 
     def attribute(
-        self, samples: Any, targets: Any = None, *, method: str = "integrated_gradients", **options: Any
+        self,
+        samples: Any,
+        targets: Any = None,
+        *,
+        method: str = "integrated_gradients",
+        state: Mapping[str, Tensor] | None = None,
+        **options: Any,
     ) -> Any:
         """What the model looks at in some samples, by Captum, on the live model between two steps; leaves no trace.
 
@@ -545,12 +562,14 @@ class Session(SteeringCalls):
             samples: ids of training samples, or inputs of shape ``(b, …)``.
             targets: classes to explain, shape ``(b,)``; default: the labels of the ids, or the predicted classes.
             method: a name in `egeria_lab.interpret.attribution.METHODS`.
+            state: an earlier `state_dict` of the model, to see what it looked at then.
             options: further arguments of `egeria_lab.interpret.attribution.attribute`, such as ``layer=``.
 
         Raises:
             UnknownNameError, InvalidSettingError, DataError: as `egeria_lab.interpret.attribution.attribute`.
         """
         find = importlib.import_module("egeria_lab.interpret.attribution").attribute
+        weights_of = importlib.import_module("egeria_lab.interpret.earlier").weights_of
         known = [name for name in inspect.signature(find).parameters if name not in ("model", "inputs", "layers")]
         for name in options:
             if name not in known:
@@ -558,7 +577,7 @@ class Session(SteeringCalls):
         if not isinstance(samples, Tensor) or samples.dim() == 1:
             samples, own = self.sieve.batch(checked_sample_ids("attribute", samples))
             targets = own if targets is None else targets
-        with self._lock:
+        with self._lock, weights_of(self.model, state):
             inputs = samples.to(self.device)
             return find(self.model, inputs, targets, method=method, layers=self.layer_modules, **options)
 
@@ -610,6 +629,7 @@ class Session(SteeringCalls):
             if self._autosave is not None:
                 self._autosave.close(save=self.ranks is None or not self.ranks.torn)
             self._passes.read_again()  # ends the processes that read ahead
+            self._train_source.close()
             self._steering.close(self._steps_done)
             if self.ranks is not None:
                 self.ranks.close()
@@ -627,6 +647,15 @@ class Session(SteeringCalls):
             f"Session({self.name}, {self.state}, step {self._steps_done:,} of {self.planned_steps:,}, "
             f"{frozen} of {len(self.layers)} layers frozen)"
         )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.layers!r}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.layers._repr_html_()}"
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - INNER_NAMES)
 
     # --- inside ----------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from html import escape
+from typing import Any
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -44,6 +46,34 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     )
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class ShownAsTable:
+    """For settings, which are data classes: a notebook shows each value beside its default, changed ones in bold.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Rule(ShownAsTable):
+        ...     window: int = 10
+        ...     thaw: str = "never"
+        >>> "<td><b>5</b></td><td>10</td>" in Rule(window=5)._repr_html_()
+        True
+    """
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value: Any = getattr(self, field.name)
+            known = field.default is not MISSING
+            shown, default = escape(repr(value)), escape(repr(field.default)) if known else "–"
+            if known and value != field.default:
+                shown = f"<b>{shown}</b>"
+            rows.append(f'<tr><td style="text-align:left">{field.name}</td><td>{shown}</td><td>{default}</td></tr>')
+        head = f'<tr><th style="text-align:left">{type(self).__name__}</th><th>value</th><th>default</th></tr>'
+        return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _is_number(text: str) -> bool:

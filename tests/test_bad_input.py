@@ -74,8 +74,13 @@ BAD: dict[str, tuple[dict[str, Any], type[EgeriaLabError], str]] = {
     "empty": ({"data": (Empty(), pairs())}, DataError, "is empty; give at least one sample"),
     "empty validation": ({"data": (pairs(), Empty())}, DataError, "is empty; give at least one sample"),
     "empty loader": ({"data": (DataLoader(Empty(), 8), pairs())}, DataError, "is empty; give at least one sample"),  # type: ignore[arg-type]
-    "stream": ({"data": (Stream(), pairs())}, DataError, "map-style (with __len__ and __getitem__)"),
-    "stream loader": ({"data": (DataLoader(Stream(), 8), pairs())}, DataError, "map-style"),
+    "stream": (
+        {"data": (Stream(), pairs())},
+        InvalidSettingError,
+        "a stream that does not tell its length; give steps=",
+    ),
+    "stream loader": ({"data": (DataLoader(Stream(), 8), pairs())}, InvalidSettingError, "a stream that does not tell"),
+    "iterator": ({"data": (iter(pairs()), pairs()), "epochs": None, "steps": 3}, DataError, "can be read only once"),
     "no length": ({"data": (NoLength(), pairs())}, DataError, "map-style (with __len__ and __getitem__)"),
     "ready batches": ({"data": (DataLoader(pairs(), batch_size=None), pairs())}, DataError, "batch_size=None"),
     "no full batch": (
@@ -270,7 +275,7 @@ def test_a_wrong_shape_given_to_evaluate_changes_nothing(make_session: Make) -> 
     wrong = pairs(features=5)
     with pytest.raises((RuntimeError, DataError)):
         session.evaluate(wrong)
-    for empty in (Empty(), Stream(), 5):
+    for empty in (Empty(), iter(pairs()), 5):
         with pytest.raises(DataError):
             session.evaluate(empty)
     assert session.model.training

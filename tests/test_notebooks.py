@@ -13,6 +13,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+MOST_COLUMNS = 105
+"""As many fit in a cell of JupyterLab in a window of 1,100 pixels."""
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
@@ -42,9 +44,19 @@ def test_notebook_asks_before_it_answers_and_says_what_to_see(path: Path) -> Non
 def test_there_is_a_notebook_for_each_lesson() -> None:
     lessons = [
         "01_first_session", "02_plasticity", "03_freezing", "04_cache_and_ledger", "05_data_sieve",
-        "06_sparse_training_and_spfde", "07_your_own_model",
+        "06_sparse_training_and_spfde", "07_your_own_model", "08_many_processes",
     ]  # fmt: skip
-    assert [path.stem for path in NOTEBOOKS][: len(lessons)] == lessons
+    assert [path.stem for path in NOTEBOOKS] == lessons
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_code_fits_a_cell_and_nothing_is_saved_in_it(path: Path) -> None:
+    """A line that is cut at the right edge cannot be read; outputs come from running, in the docs from the text."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert max(len(line) for line in cell.source.splitlines()) <= MOST_COLUMNS
+            assert cell.outputs == []
+            assert cell.execution_count is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -218,8 +218,8 @@ class CostBook:
     full_flops: float = 0.0
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
-    full_step_seconds: list[float] = field(default_factory=list)
-    frozen_step_seconds: list[float] = field(default_factory=list)
+    full_step_seconds: list[float] = field(default_factory=list, repr=False)
+    frozen_step_seconds: list[float] = field(default_factory=list, repr=False)
     baseline_seconds: float | None = None
     saved_bytes: int | None = None
     full_saved_bytes: int | None = None

@@ -16,13 +16,14 @@ from egeria_lab.algorithms.distances import DISTANCES
 from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
 from egeria_lab.algorithms.thaw_rules import SMOOTH_RATIO, THAW_RULES, LearningRates, ThawRule
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
+from egeria_lab.tables import ShownAsTable
 
 RELAXED_FLOOR = 3
 """After a thaw, `window` and `patience` are halved, but never below this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plasticity:
+class Plasticity(ShownAsTable):
     """Egeria's rule: freeze the frontmost active layer when its plasticity has stopped moving.
 
     Attributes:

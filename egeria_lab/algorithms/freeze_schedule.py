@@ -32,6 +32,7 @@ from egeria_lab.algorithms.schedule_solver import (
     latest,
 )
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
+from egeria_lab.tables import ShownAsTable
 
 SOLVED = ("single_shot", "single_shot_resume", "periodic", "delayed_periodic")
 VARIANTS = (*SOLVED, "linear", "freezeout", "fixed")
@@ -58,7 +59,7 @@ class FreezePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(ShownAsTable):
     """Freeze by schedule.
 
     The first four variants are solved: of all plans that save `saving`, they take the one that trains longest.

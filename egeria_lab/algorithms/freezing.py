@@ -85,6 +85,9 @@ class Freezer:
             for position, parameter in enumerate(group["params"])
         }
 
+    def __repr__(self) -> str:
+        return f"Freezer({len(self.layers)} layers, frozen: {', '.join(self.frozen) or 'none'})"
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """Names of the frozen layers, front to back."""

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from egeria_lab.algorithms.freeze_policy import Decision
 from egeria_lab.errors import is_number, is_whole, require
+from egeria_lab.tables import ShownAsTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientNorm:
+class GradientNorm(ShownAsTable):
     """Freeze front layers whose gradient norm changes least.
 
     Attributes:

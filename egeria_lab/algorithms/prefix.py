@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from egeria_lab.algorithms.batch_form import BatchForm
-from egeria_lab.algorithms.given_back import (
-    generator_states,
-    given_back,
-    seed_generators,
-    seeded,
-    set_generator_states,
-)
+from egeria_lab.algorithms.given_back import generator_states, given_back, seeded, set_generator_states
 from egeria_lab.algorithms.layers import LayerModule
 from egeria_lab.algorithms.shadowing import (
     LARGE,
@@ -258,8 +252,7 @@ class PrefixRunner:
         small = self._batch.take(self._example, torch.arange(SMALL))
 
         def run() -> Any:
-            seed_generators(0)  # inside a fork of the generators
-            return self.forward(self.model, self._example)
+            return seeded(lambda: self.forward(self.model, self._example))
 
         with undisturbed(self.model), torch.no_grad():
             calls, outputs = record(self.model, run)

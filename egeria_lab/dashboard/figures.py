@@ -25,6 +25,7 @@ from egeria_lab.dashboard.figure_style import (
     labels_of,
     mark_traces,
     marker_of,
+    style_plots,
 )
 from egeria_lab.dashboard.figure_techniques import sieve_figure, sparsity_figure
 from egeria_lab.dashboard.saving_rows import saving_rows
@@ -51,6 +52,7 @@ __all__ = [
     "savings_over_time_figure",
     "sieve_figure",
     "sparsity_figure",
+    "style_plots",
     "timeline_figure",
 ]
 

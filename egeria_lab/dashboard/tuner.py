@@ -20,6 +20,8 @@ MOST_SPANS = 1000
 
 NOT_RECORDED = "This run records no plasticity to replay; build the session with freeze=lab.Plasticity(…)."
 
+ELSEWHERE = "The readings of this run are kept by rank 0: ask it with session.what_if(tolerance=…)."
+
 
 class Tuner:
     """Replays one session's record; used by one thread, and only reads.
@@ -56,7 +58,8 @@ class Tuner:
         try:
             run = self._run()
             if run is None:
-                return {"problem": NOT_RECORDED}
+                asks_rank_0 = hasattr(self._session, "what_if") and not hasattr(self._session, "recorder")
+                return {"problem": ELSEWHERE if asks_rank_0 else NOT_RECORDED}
             asked = _asked(run, wish)
             found = what_if(run, None, tolerances=None, **asked)
         except (EgeriaLabError, TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from egeria_lab.errors import DataError, require
+from egeria_lab.tables import ShownAsTable
 
 _QUANTILE_BITS = 16
 # One stream of random numbers for each purpose; a new purpose gets a new number.
@@ -25,7 +26,7 @@ _VIEW, _SHIFT_Y, _SHIFT_X, _FLIP, _HOLE_Y, _HOLE_X, _NOISE = range(1, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Augment:
+class Augment(ShownAsTable):
     """Pad and crop, horizontal flip, cutout and Gaussian noise, for images ``(batch, channels, h, w)``.
 
     Args:

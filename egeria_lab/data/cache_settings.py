@@ -16,6 +16,7 @@ from torch import Tensor
 
 from egeria_lab.data.row_format import DTYPES, RowFormat, Rows
 from egeria_lab.errors import require
+from egeria_lab.tables import ShownAsTable
 
 OnEvent = Callable[[str, str], None]
 """``on_event(kind, message)``; kinds: built, full, lost, off, refused, invalidated."""
@@ -25,7 +26,7 @@ _ERROR_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationCache:
+class ActivationCache(ShownAsTable):
     """Keep the outputs of the frozen layers, so that their forward pass is skipped too.
 
     Args:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from egeria_lab.data.streams import check_begins_anew, is_stream
 from egeria_lab.errors import DataError
 
 IGNORED_LABEL = -100  # what torch's cross-entropy skips by default, as padding in token targets
@@ -59,6 +60,13 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.inputs)
 
+    def __repr__(self) -> str:
+        inputs, targets = (
+            f"{' × '.join(map(str, part.shape[1:])) or 'one number'}, {str(part.dtype).removeprefix('torch.')}"
+            for part in (self.inputs, self.targets)
+        )
+        return f"ArrayDataset({len(self):,} samples; inputs: {inputs}; targets: {targets})"
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
 
@@ -85,8 +93,8 @@ class Data:
 
     Attributes:
         name: how messages and figures call it.
-        train: map-style; item `i` is the training sample with id `i`.
-        valid: map-style; only evaluated on.
+        train: map-style; item `i` is the training sample with id `i`. Or a stream, see `egeria_lab.data.streams`.
+        valid: the same; only evaluated on.
         num_classes: number of classes, >= 1; None when the task is not classification.
         input_shape: shape of one input without the batch dimension.
         classes: the name of each class in label order, or empty.
@@ -94,7 +102,7 @@ class Data:
         licence: the licence of the samples.
 
     Raises:
-        DataError: when a part is not map-style or empty, a label of an `ArrayDataset` lies outside
+        DataError: when a part is neither map-style nor a stream, or empty, a label of an `ArrayDataset` lies outside
             ``[0, num_classes)``, or the facts contradict each other.
 
     Example:
@@ -129,10 +137,13 @@ class Data:
 
 
 def _check_map_style(name: str, split: str, dataset: object) -> None:
+    if is_stream(dataset):  # it tells its samples only when it is read
+        check_begins_anew(dataset, f"Data {name!r}: {split}")
+        return
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"Data {name!r}: {split} must be map-style (with __len__ and __getitem__), "
-            f"got {type(dataset).__name__}; put an iterable's samples in a list."
+            f"Data {name!r}: {split} must be map-style (with __len__ and __getitem__) or iterable, "
+            f"got {type(dataset).__name__}; put the samples in a list."
         )
     if len(dataset) == 0:
         raise DataError(f"Data {name!r}: {split} is empty; give at least one sample.")

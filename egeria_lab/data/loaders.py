@@ -126,6 +126,7 @@ class BatchSource:
     Attributes:
         batch_size: samples for one update, all parts together.
         part_size: samples that go through the model at once.
+        has_ids: a sample can be asked for by its id.
 
     Raises:
         DataError: for empty or iterable-style data, a batch size larger than the data, a loader without
@@ -138,6 +139,8 @@ class BatchSource:
         >>> sorted(int(i) for batch in source.epoch(1) for i in batch.ids)
         [0, 1, 2, 3, 4]
     """
+
+    has_ids = True
 
     def __init__(
         self,
@@ -161,7 +164,6 @@ class BatchSource:
         self.part_size = self._loader_batch_size() if self.loader is not None else batch_size
         self.accumulate = accumulate
         self.batch_size = self.part_size * accumulate
-        self.num_samples = len(self.dataset)
         if role == "training" and self.batch_size > self.num_samples:
             times = f" × accumulate={accumulate}" if accumulate > 1 else ""
             fitting = self.num_samples // accumulate
@@ -180,6 +182,16 @@ class BatchSource:
             raise DataError(
                 f"the {role} loader yields no batch in an epoch; check its sampler, batch_size and drop_last."
             )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the data set; their ids lie in ``[0, num_samples)``."""
+        return len(self.dataset)
+
+    @property
+    def knows_length(self) -> bool:
+        """True when `steps_per_epoch` is no guess."""
+        return True
 
     @property
     def steps_per_epoch(self) -> int:
@@ -211,12 +223,29 @@ class BatchSource:
         """Batches in the plan of one epoch, as it is now."""
         return len(self.plans[number])
 
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must have been trained on to be gone on with."""
+        return {"samples": self.num_samples, "samples_a_batch": self.batch_size}
+
+    def place_notes(self, number: int, position: int) -> list[str]:
+        """What has to be done to stand at a place again, in at most one sentence; here nothing."""
+        return []
+
+    def close(self) -> None:
+        """Let go of what is held of the data; here nothing is between two batches."""
+
     def state_dict(self) -> dict[str, Any]:
         """Kept sets and plans; see `EpochPlans.state_dict`."""
         return self.plans.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly from a saved state; the data must be the same."""
+        """Go on exactly from a saved state; the data must be the same.
+
+        Raises:
+            DataError: when it is of a stream.
+        """
+        if "kept" not in state:
+            raise DataError("the state is one of a stream, and the training data are a map-style data set.")
         self.plans.load_state_dict(state)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:

@@ -49,5 +49,8 @@ class KeptSampler(Sampler[int]):
         ids = self.sieve.kept_ids()
         yield from ids[torch.randperm(len(ids), generator=generator)].tolist()
 
+    def __repr__(self) -> str:
+        return f"KeptSampler({self.sieve!r}; seed {self.seed}, next pass {self.number})"
+
     def __len__(self) -> int:
         return self.sieve.members.num_kept

@@ -115,6 +115,13 @@ class Exported(NamedTuple):
     model: nn.Module
     state_dict: dict[str, Tensor]
 
+    def __repr__(self) -> str:
+        numbers = sum(tensor.numel() for tensor in self.state_dict.values())
+        return (
+            f"Exported(model: {type(self.model).__name__} in eval mode on the CPU, "
+            f"state_dict: {len(self.state_dict)} tensors, {numbers:,} numbers)"
+        )
+
 
 def export(session: Any, ema: bool = False) -> Exported:
     """The plain model: no hooks, no masks or re-parametrisations, dense weights under their usual names.

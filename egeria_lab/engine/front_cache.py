@@ -18,6 +18,7 @@ from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.trainer import Trainer
 from egeria_lab.errors import InvalidSettingError
 from egeria_lab.events import CacheBuilt, CacheNotice, EventLog
+from egeria_lab.tables import amount
 
 
 class FrontCache:
@@ -81,6 +82,15 @@ class FrontCache:
         runner = PrefixRunner(trainer.model, layers, example, forward=trainer.run_model)
         self._forward = CachedForward(runner, self._rows, source.part_size, on_event=on_event)
         self._uses: list[tuple[PrefixUse, int]] = []
+
+    def __repr__(self) -> str:
+        told, length = self.statistics, min(self.board.prefix_length, len(self.layers) - 1)
+        front = f"of the front up to {self.layers.names[length - 1]}" if length else "(the front is not frozen yet)"
+        return (
+            f"Activation cache {front}: {told.rows:,} rows in {amount(told.num_bytes, 'B')}, "
+            f"{told.hits:,} of {told.hits + told.misses:,} rows asked for were served, "
+            f"{told.wait_seconds:.2f} s waiting, {told.write_seconds:.2f} s writing"
+        )
 
     @property
     def statistics(self) -> CacheStatistics:

@@ -187,6 +187,8 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
             notes.append(f"The checkpoint holds nothing of {name}: it begins anew.")
         elif part.load_state_dict(states[name]) is False:
             notes.append(f"The {name} is of another kind than before: it begins anew.")
+        elif name == "passes":
+            notes += session._train_source.place_notes(session._passes.number, session._passes.position)
         elif name == "cache" and states[name].get("rows"):
             notes.append(
                 f"The activation cache's {states[name]['rows']:,} rows are in no checkpoint: they are computed again."
@@ -216,9 +218,9 @@ def _hand_out_settings(session: Any) -> None:
         session.policy.settings = session.settings_book.freeze
 
 
-def _facts(session: Any) -> dict[str, int]:
-    source = session._train_source
-    return {"samples": source.num_samples, "samples_a_batch": source.batch_size}
+def _facts(session: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = session._train_source.facts()
+    return facts
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:

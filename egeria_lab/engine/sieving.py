@@ -38,6 +38,12 @@ from egeria_lab.history import History
 MOST_IDS_IN_AN_EVENT = 100_000
 """An event names the samples that moved, up to so many; beyond, `session.sieve` still knows where each one is."""
 
+INNER_NAMES = {
+    "attach", "change", "check", "discard", "figures", "finish_pass", "load_state_dict", "look", "needs", "observe",
+    "plan_with", "planned_steps", "restore", "reweights", "state_dict", "steps_for", "stop_after", "weights",
+}  # fmt: skip
+"""What a session uses of its sieve; `Session.discard` and `Session.restore` are the ways in for a person."""
+
 
 class SessionSieve:
     """Which samples a session trains on; `session.sieve`.
@@ -72,6 +78,16 @@ class SessionSieve:
         if settings is not None:
             source.check_can_be_sieved()
             self._follow(after=-1)
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - INNER_NAMES)
+
+    def __repr__(self) -> str:
+        if self._made is None:
+            counted = f"all {self.num_kept:,}" if self._source.has_ids else "all"
+            return f"no sieve: {counted} samples are trained on"
+        times = "once" if self.updates == 1 else f"{self.updates} times"
+        return f"{self._made!r}, exchanged {times}" if self.updates else f"{self._made!r}"
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -149,7 +165,7 @@ class SessionSieve:
     @property
     def sieved_share(self) -> float:
         """Share of the training set that is left out now, in [0, 1)."""
-        return 1 - self.num_kept / self._source.num_samples
+        return 0.0 if self._made is None else 1 - self.num_kept / self._source.num_samples
 
     @property
     def needs(self) -> tuple[str, ...]:

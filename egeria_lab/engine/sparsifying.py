@@ -72,6 +72,13 @@ class Sparsifier:
         self._steps = 0
         trainer.update_hooks = self
 
+    def __repr__(self) -> str:
+        now = self._now()
+        return (
+            f"{_spoken(self.settings)}: {now.density:.1%} of the maskable weights live "
+            f"(aim {now.target_density:.1%}), masks updated {self.updates} times"
+        )
+
     @property
     def densities(self) -> dict[str, float]:
         """Share of live weights by parameter name; dense parameters are left out. The last ones after `close`."""

@@ -9,6 +9,7 @@ from egeria_lab import commands as c
 from egeria_lab.engine.session_state import SessionState, capture, restore
 from egeria_lab.errors import InvalidSettingError, is_whole, require
 from egeria_lab.events import CommandRedone, CommandUndone, Event
+from egeria_lab.tables import amount
 
 UNDO_BYTES = 1 << 28
 
@@ -61,6 +62,13 @@ class UndoRing:
         self._undone: list[_Undone] = []
         session._steering.handle(c.Undo, self._undo)
         session._steering.handle(c.Redo, self._redo)
+
+    def __repr__(self) -> str:
+        what = [f"can undo {done.command}" for done in self._done[-1:]] or [f"nothing to undo: {self.why_nothing()}"]
+        more = [f"{len(self._done) - 1} before it"] * (len(self._done) > 1)
+        again = [f"can redo {undone.command}" for undone in self._undone[-1:]]
+        memory = f"{amount(self.num_bytes, 'B')} of {amount(self.max_bytes, 'B')}"
+        return f"UndoRing({'; '.join(what + more + again)}; {memory})"
 
     @property
     def num_bytes(self) -> int:

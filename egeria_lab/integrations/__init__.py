@@ -20,6 +20,10 @@ _LATE = ("lightning", "hugging_face")
 __all__ = ["LoopFreezer"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *_LATE, "loggers"]
+
+
 def __getattr__(name: str) -> ModuleType:
     if name.startswith("_"):
         raise AttributeError(name)

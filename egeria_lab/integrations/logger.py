@@ -52,6 +52,12 @@ class Logger(ABC):
         self._unsubscribe: Callable[[], None] = lambda: None
         self._reported = False
 
+    def __repr__(self) -> str:
+        where = getattr(self, "folder", None) or getattr(self, "project", None)
+        whom = "not following a session yet" if self._session is None else f"follows {self._session.name}"
+        failed = f", failed: {self.error}" if self.error is not None else ""
+        return f"{type(self).__name__}({'' if where is None else f'to {where}, '}{whom}{failed})"
+
     # --- what a logger of its own kind adds ------------------------------------------------------------
 
     def begin(self, session: Session) -> None:  # noqa: B027 - need not be there

@@ -38,6 +38,10 @@ from egeria_lab.session import Session
 __all__ = ["CSV", "Logger", "MLflow", "TensorBoard", "WandB"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class CSV(Logger):
     """One CSV file for each table of the history, and one for events, in a folder; needs no package.
 

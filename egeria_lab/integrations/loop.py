@@ -170,6 +170,10 @@ class LoopFreezer:
         claim(model, self)
         self._clock = time.perf_counter()
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self.layers.frozen)} of {len(self.layers)} layers frozen"
+        return f"LoopFreezer({type(self.trainer.model).__name__}, {self.steps_done:,} updates, {state})"
+
     # --- in the loop -----------------------------------------------------------------------------------
 
     def after_step(

@@ -12,3 +12,7 @@ from egeria_lab.models.resnet import ResNet
 from egeria_lab.models.transformer import Transformer
 
 __all__ = ["EfficientNetLite0", "MiniLm", "Mlp", "ResNet", "Transformer", "build", "minilm_tokenizer", "names"]
+
+
+def __dir__() -> list[str]:
+    return __all__

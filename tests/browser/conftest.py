@@ -76,8 +76,15 @@ class Lab:
 
     def open(self, *cells: str, width: int = 1400, height: int = 1000) -> Notebook:
         """A page with a new notebook of these code cells, its kernel idle, nothing run yet."""
+        return self._show(json.dumps(_notebook(cells)), width, height)
+
+    def open_copy(self, path: Path, width: int = 1400, height: int = 1000) -> Notebook:
+        """A page with a copy of that notebook, byte for byte, its kernel idle, nothing run yet."""
+        return self._show(path.read_text(encoding="utf-8"), width, height)
+
+    def _show(self, content: str, width: int, height: int) -> Notebook:
         name = f"{uuid.uuid4().hex[:8]}.ipynb"
-        (self.folder / name).write_text(json.dumps(_notebook(cells)))
+        (self.folder / name).write_text(content, encoding="utf-8")
         page = self.browser.new_page(viewport={"width": width, "height": height})
         notebook = Notebook(page, f"{self.url}/lab/workspaces/{uuid.uuid4().hex}/tree/{name}", self.folder / name)
         notebook.load()
@@ -94,7 +101,7 @@ class Notebook:
 
     def load(self) -> None:
         """Open or reload the page and wait until its kernel rests."""
-        self.page.goto(self.url)
+        self.page.goto(self.url, timeout=180_000)
         self.page.wait_for_function(KERNEL_IDLE, timeout=180_000)
 
     def run_all(self) -> None:
@@ -241,5 +248,19 @@ def notebook(lab: Lab) -> Iterator[Callable[..., Notebook]]:
         return opened[-1]
 
     yield open_notebook
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def lesson(lab: Lab) -> Iterator[Callable[..., Notebook]]:
+    """Opens copies of our notebooks, no cell edited, and closes them after the test."""
+    opened: list[Notebook] = []
+
+    def open_lesson(path: Path, **size: int) -> Notebook:
+        opened.append(lab.open_copy(path, **size))
+        return opened[-1]
+
+    yield open_lesson
     for one in opened:
         one.close()

@@ -6,6 +6,7 @@ import base64
 import json
 import time
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -380,6 +381,8 @@ def test_a_wish_out_of_range_is_answered_in_one_sentence(all_on, wish):
 def test_runs_without_plasticity_say_so():
     assert "no plasticity" in Tuner(small(freeze=None)).answer({})["problem"]
     assert "no plasticity" in Tuner(told()).answer({})["problem"]
+    on_a_cluster = SimpleNamespace(what_if=lambda **_: None)
+    assert "kept by rank 0: ask it with session.what_if(" in Tuner(on_a_cluster).answer({})["problem"]
 
 
 def test_an_answer_is_bounded():

@@ -314,7 +314,9 @@ def test_data_refuses_facts_that_contradict() -> None:
 def test_data_refuses_what_is_not_map_style_or_empty() -> None:
     pairs = [(torch.zeros(3), 0)]
     assert len(Data(name="list", train=pairs, valid=pairs, num_classes=1, input_shape=(3,)).train) == 1
-    with pytest.raises(DataError, match=r"train must be map-style .* got list_iterator"):
+    with pytest.raises(DataError, match=r"train is an iterator \(list_iterator\), which can be read only"):
         Data(name="x", train=iter(pairs), valid=pairs, num_classes=1, input_shape=(3,))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"train must be map-style .* or iterable, got int"):
+        Data(name="x", train=3, valid=pairs, num_classes=1, input_shape=(3,))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="valid is empty"):
         Data(name="x", train=pairs, valid=[], num_classes=1, input_shape=(3,))

@@ -541,9 +541,9 @@ REFUSALS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         lambda: DataLoader(Stream()),
         {"sieve": SIEVE},
-        "got Stream; put an iterable's samples in a list",
+        "sieve= leaves samples out by their ids, and the training data are a stream",
     ),
-    (lambda: Stream(), {"cache": CACHE}, "got Stream; put an iterable's samples in a list"),
+    (lambda: Stream(), {"cache": CACHE}, "cache= finds the outputs of a sample by its id, and the training data"),
     (own_batches, {"sieve": SIEVE}, "composes batches by a rule of its own"),
     (Shaky, {"cache": CACHE}, "RandomNudge draws new numbers at every call"),
     (lambda: DataLoader(Shaky(), batch_size=None), {}, "hands out ready-made batches, whose samples have no ids"),

@@ -7,7 +7,7 @@ Sample ids are int64 from end to end: a float32 holds whole numbers up to 2**24 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,14 @@ class Counts:
     presentations_total: Tensor
     never_correct: Tensor
     mean_margin: Tensor
+
+    def __repr__(self) -> str:
+        seen, forgotten = int((self.presentations_total > 0).sum()), int((self.events_total > 0).sum())
+        names = ", ".join(field.name for field in fields(self))
+        return (
+            f"Counts of {len(self.events):,} samples: {seen:,} seen, {forgotten:,} forgotten at least once, "
+            f"{int(self.never_correct.sum()):,} never right; tensors: {names}"
+        )
 
 
 class ForgettingLog:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
+from egeria_lab.tables import ShownAsTable
 
 DEFAULT_INTERVAL = (5, 160)
 """Without an interval of its own a sieve swaps every 5/160 of training, SpFDE's share, and at least a pass apart."""
@@ -18,7 +19,7 @@ NEVER_CORRECT = ("ever", "interval", "ignored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CirculantSieve:
+class CirculantSieve(ShownAsTable):
     """Train on a part of the data, and exchange its easiest samples for the ones that wait longest.
 
     Attributes:
@@ -78,7 +79,7 @@ class CirculantSieve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomSieve:
+class RandomSieve(ShownAsTable):
     """The circulant sieve with samples taken out at random: the control that a ranking has to beat.
 
     Attributes:
@@ -117,7 +118,7 @@ class RandomSieve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneShotSieve:
+class OneShotSieve(ShownAsTable):
     """Train on everything first, then leave the least forgotten samples out once and for good.
 
     Attributes:
@@ -153,7 +154,7 @@ class OneShotSieve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSieve:
+class LossSieve(ShownAsTable):
     """Leave out, anew for each pass, random samples whose loss is below the mean; the others of them weigh more.
 
     The first pass is over all samples, because no loss is known yet.

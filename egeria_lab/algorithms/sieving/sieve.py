@@ -110,6 +110,12 @@ class Sieve:
             reason = f"{removed} of {num_samples} samples left out at random to begin with"
             self.first_update = self._record(Move("start", reason, left_out, left_out[:0], {}))
 
+    def __repr__(self) -> str:
+        kept, out, gone = self.members.num_kept, len(self.removed_ids()), len(self.discarded_ids())
+        by_hand = f", {gone:,} discarded by hand" if gone else ""
+        name = type(self.settings).__name__
+        return f"{name}: {kept:,} of {self.num_samples:,} samples kept, {out:,} set aside{by_hand}"
+
     # --- what holds now ----------------------------------------------------------------------------------
 
     @property

@@ -86,6 +86,12 @@ class SparseTraining(MaskSet):
         self._asked_for_gradient = False
         super().__init__(model, settings, optimizer=optimizer, seed=seed, state=state)
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self.settings).__name__}: {self.live:,} of {self.total:,} maskable weights live "
+            f"({self.live / self.total:.1%}) in {len(self._weights)} tensors"
+        )
+
     @torch.no_grad()
     def after_backward(self, *, update_due: bool = False, grad_scale: float = 1.0) -> None:
         """Take in the gradients, then zero them under masks. Call it before gradients are clipped.

@@ -12,6 +12,7 @@ from typing import ClassVar
 from egeria_lab.algorithms.sparse.density import DENSITIES
 from egeria_lab.algorithms.sparse.masks import n_of_m
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
+from egeria_lab.tables import ShownAsTable
 
 INITS = ("random", "magnitude")
 DEFAULT_INTERVAL = 5 / 160
@@ -19,7 +20,7 @@ DEFAULT_INTERVAL = 5 / 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparsitySettings:
+class SparsitySettings(ShownAsTable):
     """What is common to all sparsity methods; not used by itself.
 
     Attributes:
