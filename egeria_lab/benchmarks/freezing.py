@@ -11,6 +11,7 @@ slows them all. Two figures for each way:
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,9 @@ def side_by_side(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]
     curves = {way: clock.curve() for way, clock in clocks.items()}
     for session in sessions.values():
         session.close()
+    sessions.clear()
+    clocks.clear()
+    gc.collect()  # a session refers to itself in a ring; the next seed's have the memory to themselves
     return curves
 
 

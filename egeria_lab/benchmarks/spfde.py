@@ -7,6 +7,7 @@ is freezing and sieving, and it is asked to: measured saving over counted saving
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +132,8 @@ def _side_by_side(data: str, ways: Sequence[str], seed: int, epochs: float) -> d
     figures = {way: _figures(session, seconds[way]) for way, session in sessions.items()}
     for session in sessions.values():
         session.close()
+    sessions.clear()
+    gc.collect()  # a session refers to itself in a ring; the next seed's have the memory to themselves
     return figures
 
 
