@@ -93,7 +93,7 @@ def predict(
         >>> costs = MeasuredCosts(fixed_seconds=0.01, row_seconds=0.001, batch_rows=1024, gradient_bytes=4e7,
         ...                       hop_seconds=5e-5, bytes_per_second=1e9)
         >>> [round(predict(costs, n).seconds, 3) for n in (1, 8, 64, 1024)]
-        [1.034, 0.21, 0.114, 0.198]
+        [1.034, 0.21, 0.113, 0.197]
         >>> predict(costs, 8, frozen_bytes_share=0.5).exchanged_bytes / predict(costs, 8).exchanged_bytes
         0.5
     """
