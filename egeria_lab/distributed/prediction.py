@@ -29,6 +29,7 @@ class MeasuredCosts:
         bytes_per_second: bandwidth of one hop.
         rewrap_seconds: time to wrap the model anew after a freeze or thaw.
         reading_seconds: time that rank 0 spends on plasticity readings, averaged over steps.
+        joined_seconds: what a step takes more as one of several beside messages: wrapper, hooks, waiting.
     """
 
     fixed_seconds: float
@@ -39,6 +40,7 @@ class MeasuredCosts:
     bytes_per_second: float
     rewrap_seconds: float = 0.0
     reading_seconds: float = 0.0
+    joined_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,12 @@ def ring_seconds(num_bytes: float, ranks: int, hop_seconds: float, bytes_per_sec
 
 
 def predict(
-    costs: MeasuredCosts, ranks: int, *, frozen_bytes_share: float = 0.0, saved_compute: float = 0.0
+    costs: MeasuredCosts,
+    ranks: int,
+    *,
+    frozen_bytes_share: float = 0.0,
+    saved_compute: float = 0.0,
+    ranks_a_core: float = 1.0,
 ) -> Prediction:
     """A step on so many ranks.
 
@@ -85,6 +92,7 @@ def predict(
         ranks: >= 1.
         frozen_bytes_share: share of the gradient bytes whose layers are frozen, in [0, 1].
         saved_compute: share of the compute that freezing saves, in [0, 1].
+        ranks_a_core: how many ranks take turns on one processor, >= 1.
 
     Raises:
         InvalidSettingError: for values out of range.
@@ -100,9 +108,11 @@ def predict(
     require(isinstance(ranks, int) and ranks >= 1, "predict", "ranks", ranks, "a whole number >= 1")
     for name, value in (("frozen_bytes_share", frozen_bytes_share), ("saved_compute", saved_compute)):
         require(0 <= value <= 1, "predict", name, value, "in [0, 1]")
+    require(ranks_a_core >= 1, "predict", "ranks_a_core", ranks_a_core, ">= 1")
     num_bytes = costs.gradient_bytes * (1 - frozen_bytes_share)
     rows = math.ceil(costs.batch_rows / ranks)
-    compute = (costs.fixed_seconds + costs.row_seconds * rows) * (1 - saved_compute) + costs.reading_seconds
+    own = (costs.fixed_seconds + costs.row_seconds * rows) * (1 - saved_compute) + costs.reading_seconds
+    compute = (own + (costs.joined_seconds if ranks > 1 else 0.0)) * ranks_a_core
     hops = 2 * math.ceil(math.log2(ranks)) if ranks > 1 else 0
     return Prediction(
         ranks=ranks,
