@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.benchmarks.kills import tiny
 from egeria_lab.checkpoint.journal import NAME
+from egeria_lab.events import Event
 from egeria_lab.session import Session
 
 SAMPLES = 50
@@ -78,7 +81,12 @@ def _commands(session: Session, number: int) -> None:
 
 def _record_bytes(session: Session) -> int:
     tables = sum(int(table.state_dict()["rows"].nbytes) for _, table in session.history.items())
-    return tables + sum(len(repr(event)) for event in session.events)
+    return tables + sum(_event_bytes(event) for event in session.events)
+
+
+def _event_bytes(event: Event) -> int:
+    """Of the event and what it holds; ids are numbers that events share."""
+    return sys.getsizeof(event) + sum(sys.getsizeof(getattr(event, field.name)) for field in fields(event))
 
 
 def _slope(steps: Any, values: Any) -> float:

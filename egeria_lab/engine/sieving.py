@@ -66,6 +66,7 @@ class SessionSieve:
         self.settings = settings
         self.seconds = 0.0
         self.updates = 0
+        self._numbers: dict[int, int] = {}
         self._source = source
         self._seed = seed
         self._made: Sieve | None = None
@@ -393,10 +394,14 @@ class SessionSieve:
         self._events.append(
             SamplesSieved(
                 step=step, by=by, removed=len(update.removed), returned=len(update.returned), kept=update.num_kept,
-                waiting=update.num_removed, removed_ids=tuple(update.removed.tolist()) if named else (),
-                returned_ids=tuple(update.returned.tolist()) if named else (), reason=update.reason,
+                waiting=update.num_removed, removed_ids=self._shared(update.removed) if named else (),
+                returned_ids=self._shared(update.returned) if named else (), reason=update.reason,
             )
         )  # fmt: skip
+
+    def _shared(self, ids: Any) -> tuple[int, ...]:
+        """Ids as numbers that all events share: a very long run names the same samples again and again."""
+        return tuple(self._numbers.setdefault(i, i) for i in ids.tolist())
 
 
 def _what_is_missing(sieve: str, missing: list[str], shape: tuple[int, ...]) -> str:
