@@ -2,7 +2,7 @@
 
 The model is the textbook one: gradients travel in a ring, ``2 (N - 1)`` hops of ``bytes / N`` each; small control
 messages in a tree, ``ceil(log2 N)`` hops; the forward and backward pass of a rank costs a fixed part and a part for
-each of its rows. It counts no overlap of communication with the backward pass, so that it errs on the slow side.
+each of its rows. It counts no overlap of communication with the backward pass.
 """
 
 from __future__ import annotations
