@@ -241,7 +241,7 @@ class Session(SteeringCalls):
             together=self.trainer.compiled is not None,
         )  # fmt: skip
         self._runner = Runner(self, paused=paused)
-        self._lock = FairLock()
+        self._lock = FairLock(self.come_to_rest)  # a command may have come while, say, `save` had the lock
         self._closed = False
         self._steps_done = 0
         self._view: Any = None
@@ -272,7 +272,6 @@ class Session(SteeringCalls):
         for _ in range(n):
             self._runner.check_free()
             record = self.advance()
-        self.come_to_rest()
         return record
 
     def advance(self) -> StepRecord:
@@ -387,7 +386,6 @@ class Session(SteeringCalls):
         source = self._valid_source if data is None else source_for(data, 256, seed=self.seed)
         with self._lock, source.unshared():  # asked for on this rank alone
             loss, accuracy = self.trainer.evaluate(source, average=ema, alone=True)
-        self.come_to_rest()
         return {"loss": loss, "accuracy": accuracy}
 
     @property
@@ -676,6 +674,9 @@ class Session(SteeringCalls):
         with self._lock, self._uninterrupted(nested=True):
             self.command_log.note_plan(self.budget, self._steps_done)
             for waiting in self._landings(kind):
+                if self._closed:
+                    self._steering.refuse(waiting, self._steps_done, "the session is closed")
+                    continue
                 self._undo_ring.land_all(waiting)
                 if waiting:
                     self.bad_loss.landed()
@@ -691,7 +692,7 @@ class Session(SteeringCalls):
         return [self.commands.drain()]
 
     def come_to_rest(self) -> None:
-        """Carry out what was put during the last step; while a run or a step is under way it will do so itself."""
+        """Carry out what was put while the model was busy; while a run or a step is under way it will do so itself."""
         for _ in range(MOST_ROUNDS):
             if self.ranks is not None:  # all ranks land commands together, before the next step
                 return
@@ -702,7 +703,7 @@ class Session(SteeringCalls):
                     return
                 self.land_commands()
             finally:
-                self._lock.release()
+                self._lock.release(tell=False)  # the next round looks
 
     @contextmanager
     def _uninterrupted(self, nested: bool = False) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -642,7 +643,7 @@ def test_commands_put_while_another_thread_steps_do_not_stay_behind(make_session
         while not done.is_set():
             receipts.append(session.pin("first"))
             receipts.append(session.unpin("first"))
-            time.sleep(0.0002)
+            time.sleep(0.003)
 
     thread = threading.Thread(target=put)
     thread.start()
@@ -717,6 +718,63 @@ def test_a_command_that_came_during_an_evaluation_lands_when_it_returns(make_ses
     session.trainer.forward = put_from_elsewhere
     session.evaluate()
     assert receipts[0].state == "done"
+
+
+@pytest.mark.parametrize("call", ["save", "fork", "attribute"])
+def test_a_command_that_came_while_the_model_was_being_read_lands_afterwards(
+    make_session: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, call: str
+) -> None:
+    session = make_session()
+    session.step()
+    receipts: list[Any] = []
+
+    def put_from_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: receipts.append(session.freeze("first")))
+        thread.start()
+        thread.join()
+        assert receipts[0].state == "pending"
+
+    def with_a_put(name: str) -> Callable[..., Any]:
+        function = getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+
+        def instead(*values: Any, **options: Any) -> Any:
+            if not receipts:
+                put_from_elsewhere()
+            return function(*values, **options)
+
+        return instead
+
+    import egeria_lab.interpret.attribution
+
+    for name in ("egeria_lab.engine.saving.capture", "egeria_lab.engine.forking.capture"):
+        monkeypatch.setattr(name, with_a_put(name))
+    name = "egeria_lab.interpret.attribution.attribute"
+    monkeypatch.setattr(name, functools.wraps(egeria_lab.interpret.attribution.attribute)(with_a_put(name)))
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: session.save(tmp_path / "one.ckpt"),
+        "fork": lambda: session.fork().close(),
+        "attribute": lambda: session.attribute([0, 1]),
+    }
+    calls[call]()
+    assert receipts[0].state == "done"
+    assert session.layers["first"].frozen
+
+
+def test_a_command_that_came_while_the_session_was_closed_is_rejected_in_a_sentence(make_session: Make) -> None:
+    session = make_session()
+    receipts: list[Any] = []
+
+    def late() -> None:
+        receipts.append(session.freeze("first"))
+
+    with session._lock:  # as another thread that saves
+        thread = threading.Thread(target=late)
+        thread.start()
+        thread.join()
+        session.close()
+    assert receipts[0].wait(0)
+    assert "the session is closed" in repr(receipts[0])
+    assert not session.layers["first"].frozen
 
 
 def test_a_subscriber_that_answers_every_event_does_not_hang(make_session: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 
@@ -13,6 +14,10 @@ class FairLock:
     A thread that gives a common lock back and takes it again at once, as training does between two steps, usually
     gets it again before anybody who waits has woken up: an `evaluate` from another thread could wait for minutes.
 
+    Args:
+        when_free: called by whoever gives the lock back while nobody waits for it, after that: what could not be done
+            while it was taken can be done now.
+
     Example:
         >>> lock = FairLock()
         >>> with lock, lock:
@@ -20,7 +25,8 @@ class FairLock:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_free: Callable[[], None] | None = None) -> None:
+        self._when_free = when_free
         self._inner = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
@@ -53,8 +59,11 @@ class FairLock:
             raise
         return True
 
-    def release(self) -> None:
+    def release(self, *, tell: bool = True) -> None:
         """Give the lock back, to the next in the queue if there is one.
+
+        Args:
+            tell: call `when_free`; False for whoever looks after that itself.
 
         Raises:
             RuntimeError: when this thread does not hold it.
@@ -70,6 +79,9 @@ class FairLock:
                 self._owner, turn = self._waiting.popleft()
                 self._depth = 1
                 turn.release()
+                return
+        if tell and self._when_free is not None:
+            self._when_free()
 
     def __enter__(self) -> FairLock:
         self.acquire()

@@ -90,6 +90,14 @@ class Steering:
         self.events.append(event)
         receipt.land(event)
 
+    def refuse(self, receipts: list[c.Receipt], step: int, reason: str) -> None:
+        """Reject commands unseen, so that nobody waits for them for ever."""
+        for receipt in receipts:
+            command = receipt.command
+            event = CommandRejected(step=step, by=command.by, command=str(command), reason=reason)
+            self.events.append(event)
+            receipt.land(event)
+
     def carry_out(self, decisions: list[Decision], step: int) -> None:
         """Carry out what the rule decided."""
         for decision in decisions:
