@@ -37,7 +37,7 @@ class Event:
 
     def to_dict(self) -> dict[str, object]:
         """The event as JSON-able plain data, its name under ``"event"``."""
-        return {"event": type(self).__name__, **asdict(self)}
+        return {"event": type(self).__name__, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
     def sentence(self) -> str:
         """The event in words, for logs and the dashboard."""

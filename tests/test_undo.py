@@ -163,6 +163,28 @@ def test_memory_is_bounded() -> None:
         session.close()
 
 
+def test_a_long_history_does_not_fill_the_ring() -> None:
+    session = digits(freeze=None)
+    one = capture(session).num_bytes
+    session.close()
+    session = digits(freeze=None, undo_bytes=4 * one)
+    for _ in range(20_000):  # as after so many steps
+        session.history.plasticity.append(step=0)
+    assert session.history.plasticity._data.nbytes > 4 * one
+    for number in range(3):
+        session.override("optimizer.lr", 0.01 * (number + 1))
+    ring = session.undo_ring
+    assert len(ring.commands()) == 3
+    assert 3 * one <= ring.num_bytes <= 4 * one
+    session.history.plasticity._data = session.history.plasticity._data.copy()  # as when the table grows
+    assert ring.num_bytes > 4 * one  # the states hold the old one alone
+    session.history.plasticity.load_state_dict(ring._done[-1].before.tree["parts"]["history"]["plasticity"])
+    assert session.undo().state == "done"
+    assert session.setting("optimizer.lr") == pytest.approx(0.02)
+    assert len(session.history.plasticity) == 20_000
+    session.close()
+
+
 def test_undo_while_a_run_is_under_way() -> None:
     session = digits(freeze=None, epochs=30)
     session.start()

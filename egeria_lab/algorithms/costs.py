@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +208,9 @@ class CostBook:
         full_flops: FLOPs of the same steps with nothing frozen.
         train_seconds: measured time of the steps, without monitoring.
         monitor_seconds: measured time of plasticity readings, snapshots and counting.
-        full_step_seconds: measured times of steps in which nothing was frozen.
+        full_steps: steps in which nothing was frozen.
+        full_step_seconds: measured times of the newest of them, at most `MOST_TIMES`; without warm-up.
+        frozen_seconds: measured time of all steps in which something was frozen.
         baseline_seconds: measured time of the same run without freezing, where one was made beside it.
         saved_bytes: measured bytes kept for backward, newest step that was measured.
         full_saved_bytes: the same with nothing frozen.
@@ -218,11 +221,23 @@ class CostBook:
     full_flops: float = 0.0
     train_seconds: float = 0.0
     monitor_seconds: float = 0.0
+    full_steps: int = 0
     full_step_seconds: list[float] = field(default_factory=list, repr=False)
-    frozen_step_seconds: list[float] = field(default_factory=list, repr=False)
+    frozen_seconds: float = 0.0
     baseline_seconds: float | None = None
     saved_bytes: int | None = None
     full_saved_bytes: int | None = None
+
+    def note_time(self, seconds: float, *, frozen: bool) -> None:
+        """Count the measured time of one step in which something was frozen, or nothing."""
+        self.train_seconds += seconds
+        if frozen:
+            self.frozen_seconds += seconds
+            return
+        self.full_steps += 1
+        if self.full_steps > WARM_UP_STEPS:
+            self.full_step_seconds.append(seconds)
+            del self.full_step_seconds[:-MOST_TIMES]
 
     @property
     def flops_saved_fraction(self) -> float:
@@ -233,15 +248,15 @@ class CostBook:
     def time_saved_fraction(self) -> float | None:
         """Measured: total step time against as many median steps with nothing frozen; None if unknown.
 
-        The first steps (warm-up) are left out of the median. Negative when freezing cost time. With a
+        The first steps (warm-up) and all but the newest `MOST_TIMES` are left out of the median. Negative when freezing cost time. With a
         baseline run beside it, its time is what is compared with, and watching is counted in.
         """
         if self.baseline_seconds is not None:
             return 1 - (self.train_seconds + self.monitor_seconds) / self.baseline_seconds
-        if len(self.full_step_seconds) < WARM_UP_STEPS + 5:
+        if len(self.full_step_seconds) < LEAST_TIMES:
             return None
-        full = _median(self.full_step_seconds[WARM_UP_STEPS:])
-        measured = len(self.full_step_seconds) * full + sum(self.frozen_step_seconds)
+        full = median(self.full_step_seconds)
+        measured = self.full_steps * full + self.frozen_seconds
         return 1 - measured / (self.steps * full) if self.steps else None
 
     @property
@@ -254,8 +269,5 @@ class CostBook:
 WARM_UP_STEPS = 5
 """Steps at the start of a run whose times are not compared: allocators and kernels warm up."""
 
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+LEAST_TIMES, MOST_TIMES = 5, 1000
+"""Measured steps that a median is taken of. A run of a million steps need not keep, sort and save a million times."""

@@ -58,6 +58,11 @@ def num_bytes(tree: Tree) -> int:
         >>> num_bytes({"a": torch.zeros(3), "b": np.zeros(2)})
         28
     """
+    return sum(storages(tree).values())
+
+
+def storages(tree: Tree) -> dict[int, int]:
+    """What the tensors and arrays in a tree lie in: something that names the memory while it is held → its bytes."""
     sizes: dict[int, int] = {}
 
     def visit(node: Tree) -> None:
@@ -74,7 +79,7 @@ def num_bytes(tree: Tree) -> int:
                 visit(value)
 
     visit(tree)
-    return sum(sizes.values())
+    return sizes
 
 
 def split(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
@@ -110,7 +115,7 @@ def split(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
             tensors[name] = torch.from_numpy(np.array(node))
             return {"$array": name}
         if isinstance(node, Event):
-            return {"$event": visit(node.to_dict(), path)}
+            return {"$event": node.to_dict()}  # plain already; one may hold thousands of ids
         if isinstance(node, Mapping):
             return _visit_mapping(node, path)
         if isinstance(node, (list, tuple)):

@@ -46,7 +46,8 @@ class PlasticityMonitor:
     whether the worker is slow or not.
 
     The frontmost active layer is read every time. Others are read every n-th time, n being the smallest
-    that keeps the counted FLOPs of readings within `monitor_budget`: a decision that depends on no clock.
+    that keeps the counted FLOPs of readings within `monitor_budget`: a decision that depends on no clock. Once
+    all but the head are frozen nothing is read any more, until a layer thaws: there is nothing left to decide.
 
     Args:
         trainer: runs the model.
@@ -240,9 +241,11 @@ class PlasticityMonitor:
             # otherwise the frozen set is about to change, and with it the snapshot
             whole = len(batch.split()[0])
             rows = self.trainer.to_device(_first_rows(batch.content, self.policy.settings.probe_rows, whole))
-            with self.trainer.autocast():
-                self._refresh_if_due(step, rows)
-                self._ask(step, rows, self._wanted(frozen, cost_ratio))
+            wanted = self._wanted(frozen, cost_ratio)
+            if wanted:
+                with self.trainer.autocast():
+                    self._refresh_if_due(step, rows)
+                    self._ask(step, rows, wanted)
         self.seconds += time.perf_counter() - start
         return decisions
 
@@ -301,6 +304,8 @@ class PlasticityMonitor:
 
     def _wanted(self, frozen: Sequence[str], cost_ratio: float) -> list[str]:
         active = [layer.name for layer in self.layers if layer.name not in frozen]
+        if active == [self.layers[-1].name]:  # the head, which no rule freezes: a reading would decide nothing
+            return []
         every = max(1, math.ceil(cost_ratio / self.policy.settings.monitor_budget))
         return active if self._readings % every == 0 else active[:1]
 

@@ -176,9 +176,8 @@ class Recorder:
         book.steps += 1
         book.executed_flops += flops
         book.full_flops += full
-        book.train_seconds += result.seconds
+        book.note_time(result.seconds, frozen=bool(frozen))
         book.monitor_seconds += monitor_seconds
-        (book.frozen_step_seconds if frozen else book.full_step_seconds).append(result.seconds)
         book.saved_bytes = self._measured.get(frozen)
         book.full_saved_bytes = self._measured.get(())
         self._count_techniques(len(batch), frozen, shares)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from egeria_lab.checkpoint.tree import Tree, copied, num_bytes
+from egeria_lab.checkpoint.tree import Tree, copied, num_bytes, storages
 from egeria_lab.engine.adopting import Adoption
 from egeria_lab.engine.optimizer_set import kind_of
 from egeria_lab.engine.optimizer_state import load_optimizer_state, optimizer_state
@@ -33,15 +33,20 @@ class SessionState:
     Attributes:
         step: finished steps.
         tree: everything, see `egeria_lab.checkpoint.tree`; nobody else holds its tensors.
-        num_bytes: memory that it takes.
+        num_bytes: memory that it takes for itself.
+        tables: what the rows of the history lie in, see `egeria_lab.checkpoint.tree.storages`. They are never written
+            to again, and so they are shared: with the session as long as it goes on from here, with other states.
     """
 
     step: int
     tree: Tree
     num_bytes: int = field(init=False, default=0)
+    tables: Mapping[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_bytes", num_bytes(self.tree))
+        tables = storages(self.tree["parts"].get("history"))
+        object.__setattr__(self, "tables", tables)
+        object.__setattr__(self, "num_bytes", num_bytes(self.tree) - sum(tables.values()))
 
 
 def capture(session: Any) -> SessionState:

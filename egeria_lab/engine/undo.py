@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from egeria_lab import commands as c
+from egeria_lab.checkpoint.tree import storages
 from egeria_lab.engine.session_state import SessionState, capture, restore
 from egeria_lab.errors import InvalidSettingError, is_whole, require
 from egeria_lab.events import CommandRedone, CommandUndone, Event
@@ -72,9 +73,15 @@ class UndoRing:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the states that are kept."""
+        """Memory of the states that are kept. Rows of history that the session still holds are not counted: they cost
+        nothing, and a long run's would fill any ring."""
         states = [done.before for done in self._done] + [s for u in self._undone for s in (u.before, u.after)]
-        return sum(state.num_bytes for state in states)
+        left: dict[int, int] = {}
+        for state in states:
+            left.update(state.tables)
+        for held in storages(self._session.history.state_dict()):
+            left.pop(held, None)
+        return sum(state.num_bytes for state in states) + sum(left.values())
 
     def commands(self) -> list[c.Command]:
         """What can be undone, oldest first."""

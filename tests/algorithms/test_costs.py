@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import egeria_lab as lab
-from egeria_lab.algorithms.costs import WARM_UP_STEPS, CostBook, StepFlops, count_flops, measure_saved_tensors
+from egeria_lab.algorithms.costs import (
+    MOST_TIMES,
+    WARM_UP_STEPS,
+    CostBook,
+    StepFlops,
+    count_flops,
+    measure_saved_tensors,
+)
 from egeria_lab.algorithms.layers import LayerModules, layers
 
 # Multiply-adds of ResNet-8 on a 1×8×8 image with 3 classes. 3×3 convolutions: pixels × in × out × 9.
@@ -248,20 +255,31 @@ def test_time_saved_by_hand() -> None:
     Slow first steps and one hiccup do not count, the median does.
     """
     book = CostBook(steps=WARM_UP_STEPS + 20)
-    book.full_step_seconds = [50.0] * WARM_UP_STEPS + [2.0] * 9 + [30.0]
-    book.frozen_step_seconds = [1.0] * 10
+    for seconds in [50.0] * WARM_UP_STEPS + [2.0] * 9 + [30.0]:
+        book.note_time(seconds, frozen=False)
+    for _ in range(10):
+        book.note_time(1.0, frozen=True)
     assert book.time_saved_fraction == pytest.approx(1 - 40 / 50)
-    book.frozen_step_seconds = [3.0] * 10
+    assert book.train_seconds == 250 + 18 + 30 + 10
+    book.frozen_seconds = 30.0
     saved = book.time_saved_fraction
     assert saved is not None
     assert saved < 0  # freezing cost time: said, not hidden
 
 
 def test_too_few_full_steps_give_no_time() -> None:
-    book = CostBook(steps=30, full_step_seconds=[1.0] * (WARM_UP_STEPS + 4), frozen_step_seconds=[0.5] * 20)
+    book = CostBook(steps=30, full_steps=9, full_step_seconds=[1.0] * 4, frozen_seconds=10.0)
     assert book.time_saved_fraction is None
-    book.full_step_seconds.append(1.0)
+    book.note_time(1.0, frozen=False)
     assert book.time_saved_fraction is not None
+
+
+def test_a_long_run_keeps_the_newest_times_only() -> None:
+    book = CostBook()
+    for step in range(3 * MOST_TIMES):
+        book.note_time(float(step), frozen=False)
+    assert book.full_steps == 3 * MOST_TIMES
+    assert book.full_step_seconds == [float(step) for step in range(2 * MOST_TIMES, 3 * MOST_TIMES)]
 
 
 def test_step_flops_add_up() -> None:

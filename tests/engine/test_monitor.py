@@ -230,3 +230,20 @@ def test_a_freeze_takes_a_new_snapshot_only_where_that_is_asked_for(make_session
     reasons = [e.reason for e in session.events.of(ReferenceRefreshed)]  # type: ignore[attr-defined]
     assert ("first was frozen" in reasons) is refresh
     assert "first was thawed" in reasons  # always: the layer has begun to move again
+
+
+def test_with_only_the_head_left_nothing_is_read_until_a_layer_thaws(make_session: Make) -> None:
+    session = make_session(freeze=rule(interval_steps=1))
+    session.step(4)
+    session.freeze("first")
+    session.freeze("second")
+    session.step(2)
+    before, spent = len(session.history.plasticity), session.rule.worker_seconds
+    session.step(6)
+    assert len(session.history.plasticity) == before
+    assert session.rule.worker_seconds == spent
+    session.thaw("second")
+    session.step(4)
+    frame = session.history.frame("plasticity").iloc[before:]
+    assert set(frame["layer"]) == {"second", "head"}
+    assert frame["value"].iloc[0] == 0  # against a snapshot of after the thaw

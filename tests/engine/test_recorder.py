@@ -102,8 +102,9 @@ def test_samples_and_times_are_totals(make_session: Make) -> None:
     book = session.savings().book
     assert book.steps == 6
     assert book.train_seconds == pytest.approx(float(steps["step_seconds"].sum()))
-    assert len(book.full_step_seconds) == 6
-    assert book.frozen_step_seconds == []
+    assert book.full_steps == 6
+    assert book.full_step_seconds == steps["step_seconds"][5:].tolist()
+    assert book.frozen_seconds == 0
 
 
 def test_the_savings_table_gets_a_row_at_each_new_frozen_set_and_every_tenth_step(make_session: Make) -> None:
