@@ -248,8 +248,8 @@ class CostBook:
     def time_saved_fraction(self) -> float | None:
         """Measured: total step time against as many median steps with nothing frozen; None if unknown.
 
-        The first steps (warm-up) and all but the newest `MOST_TIMES` are left out of the median. Negative when freezing cost time. With a
-        baseline run beside it, its time is what is compared with, and watching is counted in.
+        The first steps (warm-up) and all but the newest `MOST_TIMES` are left out of the median. Negative when
+        freezing cost time. With a baseline run beside it, its time is what is compared with, and watching counts.
         """
         if self.baseline_seconds is not None:
             return 1 - (self.train_seconds + self.monitor_seconds) / self.baseline_seconds

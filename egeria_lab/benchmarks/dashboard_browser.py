@@ -44,6 +44,8 @@ data = dataclasses.replace(data, valid=torch.utils.data.Subset(data.valid, range
 session = lab.Session(
     "resnet8", data, batch_size=16, epochs=1_000_000, seed=0, freeze=lab.Plasticity(tolerance=0.0), undo_bytes=0
 )
+for layer in session.layers.names:
+    session.pin(layer)  # the slider that is moved is the tolerance: a net that froze would be too easy to train beside
 stamps, put = [], session.commands.put
 def noting(command):
     stamps.append(time.time())

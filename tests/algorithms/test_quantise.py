@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 
@@ -186,3 +187,22 @@ def test_other_threads_may_run_models_while_one_traces() -> None:
     thread.join()
     assert results == [True]
     assert double.what == "static int8: 1 Conv2d"
+
+
+def test_snapshots_that_were_replaced_are_let_go() -> None:
+    """torch would keep the module of each conversion; a long run makes thousands."""
+    content = rows(4, 3, 8, 8)
+    double = quantise(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval(), "int8"
+    )
+
+    def alive_after_one_more() -> int:
+        calibrating = double.calibrating()
+        assert calibrating is not None
+        calibrating(content)
+        double.convert()
+        gc.collect()
+        return sum(type(thing).__name__.startswith("GraphModule") for thing in gc.get_objects())
+
+    before = alive_after_one_more()
+    assert [alive_after_one_more() for _ in range(2)] == [before] * 2
