@@ -484,7 +484,7 @@ class Trainer:
             words = str(error).strip().partition("\n")[0]
             raise DataError(
                 f"the model cannot take the data: a batch of tensors of shape {shapes or 'none'} gave "
-                f"{type(error).__name__}: {words}. Fit the model to the data, or give forward=."
+                f"{type(error).__name__}: {words}. Fit the model to the data, or give forward=.{_hint(content)}"
             ) from error
 
     @contextmanager
@@ -525,3 +525,11 @@ class Trainer:
 def _held(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _hint(content: Any) -> str:
+    """A word about columns of lists, as a data set of Hugging Face's gives them, where a model wants tensors."""
+    lists = [str(key) for key, value in content.items() if isinstance(value, list)] if isinstance(content, dict) else []
+    if not lists:
+        return ""
+    return f' {", ".join(lists)} came as lists: a Hugging Face data set gives tensors after .with_format("torch").'
