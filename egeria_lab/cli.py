@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     lab = commands.add_parser("lab", parents=[common], help="open JupyterLab on the notebooks")
     lab.add_argument("folder", nargs="?", help="folder with the notebooks; default: ./notebooks, or a copy")
     lab.add_argument("--no-browser", action="store_true", help="start the server only")
+    lab.add_argument("--allow-root", action="store_true", help="also as the superuser, as in a container")
     lab.add_argument("--port", type=int, help="port of the server")
     lab.set_defaults(command=_lab)
 
@@ -286,6 +287,8 @@ def _lab(options: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}"]
     if options.no_browser:
         command.append("--no-browser")
+    if options.allow_root:
+        command.append("--allow-root")
     if options.port is not None:
         command.append(f"--port={options.port}")
     first = next(iter(sorted(folder.glob("01_*.ipynb"))), None)

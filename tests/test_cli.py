@@ -322,8 +322,8 @@ def test_lab_opens_a_writable_copy_of_the_installed_notebooks(tmp_path: Path, mo
     monkeypatch.chdir(work)
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path / "prefix"))
     monkeypatch.setattr("subprocess.call", lambda command: calls.append(command) or 0)
-    assert main(["lab", "--no-browser", "--port", "9999"]) == 0
+    assert main(["lab", "--no-browser", "--allow-root", "--port", "9999"]) == 0
     assert (work / "egeria-lab-notebooks" / "01_first_session.ipynb").is_file()
     assert calls[0][1:3] == ["-m", "jupyterlab"]
     assert "--no-browser" in calls[0]
-    assert "--port=9999" in calls[0]
+    assert {"--port=9999", "--allow-root"} <= set(calls[0])
