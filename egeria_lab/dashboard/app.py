@@ -119,6 +119,8 @@ class Dashboard(anywidget.AnyWidget):
         publish_display_data(  # type: ignore[no-untyped-call]
             data, metadata, transient={"display_id": name}, update=update
         )
+        if not update:
+            self._publisher.shown()
 
     def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
         picture = static_html(self._session)

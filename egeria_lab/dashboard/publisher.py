@@ -26,7 +26,10 @@ from egeria_lab.events import Event, RunFailed, RunPaused, RunStopped
 MOST_HZ = 4.0
 ANSWERS_HZ = 2.0
 QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
-GONE_SECONDS = 10.0  # no answer for this long: the page is gone, say nothing until it speaks again
+GONE_SECONDS = 120.0  # no answer for this long (a cell may be keeping the kernel): say nothing until the page speaks
+HELLO_SECONDS = 1.5  # a page that was told to show a view says hello by then, if the kernel can hear it
+PLOTLY_AT = (0.0, 3.0, 9.0)  # after that, plotly.js is sent unasked: a slow page may not be there yet
+ASSUMED = "a view that could not say hello"
 RACE_SECONDS = 2.0
 SETTLE_SECONDS = 2.0  # after a run event the state may follow a moment later: look again until then
 RESTING = ("idle", "paused", "stopped", "finished", "failed")
@@ -82,6 +85,8 @@ class Publisher:
         self._sent_at = self._unanswered_since = -1e9
         self._settle_until = clock() + SETTLE_SECONDS
         self._rested_as: str | None = None
+        self._shown_at: float | None = None
+        self._plotly_at: list[float] = []
         self._questions: dict[str, Message] = {}  # of each view the newest: the others nobody waits for
         self._answers: deque[dict[str, object]] = deque(maxlen=100)  # found by another thread, sent by this one
         self._race_told, self._race_at = 0, -1e9
@@ -119,6 +124,11 @@ class Publisher:
         self._mail.append(message)
         self._wake.set()
 
+    def shown(self) -> None:
+        """Note that a view was put on a page, which will say hello."""
+        self._plotly_at, self._shown_at = list(PLOTLY_AT), self._clock()
+        self._wake.set()
+
     def _on_event(self, event: Event) -> None:
         comes_to_rest = isinstance(event, (RunPaused, RunStopped, RunFailed))
         if comes_to_rest:
@@ -150,6 +160,7 @@ class Publisher:
         now = self._clock()
         while self._mail:
             self._read(self._mail.popleft(), now)
+        self._assume_view(now)
         if self._plotly_due:
             self._send_plotly()
         self._answer()
@@ -158,14 +169,34 @@ class Publisher:
         if not self._looked_at(now):
             if self._full_due:
                 self._send_frame(now)  # a hidden page asked: answer once
-            return None if resting and not self._race_goes_on() else 0.25
+            return None if resting and self._shown_at is None and not self._race_goes_on() else 0.25
         due = self._sent_at + self._interval(now)
         if self._full_due or (now >= due and self._may_send(now)):
             self._send_frame(now)
             due = self._sent_at + self._interval(now)
         return max(0.05, due - now)
 
+    def _assume_view(self, now: float) -> None:
+        """Talk to a page that was shown a view and is not heard: cells run one after the other keep the kernel."""
+        waited = -1.0 if self._shown_at is None else now - self._shown_at - HELLO_SECONDS
+        if waited < 0:
+            return
+        if waited > GONE_SECONDS:
+            self._forget_assumed()
+            return
+        self._views.setdefault(ASSUMED, View())
+        self._unanswered_since = now
+        self._full_due = self._full_due or now >= self._sent_at + 1  # nobody knows which one it got
+        if self._plotly_at and waited >= self._plotly_at[0]:
+            del self._plotly_at[0]
+            self._plotly_due = True
+
+    def _forget_assumed(self) -> None:
+        self._shown_at = None
+        self._views.pop(ASSUMED, None)
+
     def _read(self, message: Message, now: float) -> None:
+        self._forget_assumed()  # the kernel hears
         kind, name = message.get("kind"), str(message.get("view", ""))
         if kind == "bye":
             self._views.pop(name, None)

@@ -14,7 +14,7 @@ from egeria_lab.dashboard.feed import Feed, Lanes, status_line
 from egeria_lab.dashboard.frames import MOST_ROWS, Part, bounded, pack, stretch_length, thin
 from egeria_lab.dashboard.panels import PANELS, columns_needed
 from egeria_lab.dashboard.plotly_bundle import packed_plotly
-from egeria_lab.dashboard.publisher import GONE_SECONDS, Publisher
+from egeria_lab.dashboard.publisher import GONE_SECONDS, HELLO_SECONDS, PLOTLY_AT, Publisher
 from egeria_lab.events import (
     EpochFinished,
     FreezeBlocked,
@@ -399,3 +399,43 @@ def test_cost_counts_only_while_training_runs():
     sum(i * i for i in range(200_000))
     meter.note(True)
     assert 0 < meter.fraction <= 1.5
+
+
+def test_a_view_that_cannot_say_hello_is_talked_to_all_the_same():
+    """As after "Run all cells" with a cell that waits for the training: what a page says is heard only at its end."""
+    session = told()
+    publisher, outlet, clock, page = watched(session)
+    publisher.shown()
+    publisher.tick()
+    assert outlet.frames == []  # it may still say hello
+    clock.now += HELLO_SECONDS + 0.1
+    for _ in range(80):  # twenty seconds
+        more_steps(session, 1)
+        publisher.tick()
+        clock.now += 0.25
+    assert 15 <= len(outlet.frames) <= 21
+    assert all(header["full"] for header, _ in outlet.frames)
+    assert [header["kind"] for header, _ in outlet.other].count("plotly") == len(PLOTLY_AT)
+    assert page.take(*outlet.frames[-1])  # whichever comes first is whole
+    page.say("hello")
+    publisher.tick()
+    page.take(*outlet.frames[-1])
+    page.acknowledge(outlet.frames[-1][0]["seq"])
+    before = len(outlet.frames)
+    for _ in range(8):
+        more_steps(session, 1)
+        clock.now += 0.5
+        publisher.tick()
+        page.acknowledge(outlet.frames[-1][0]["seq"])
+    assert len(outlet.frames) > before
+    assert not any(header["full"] for header, _ in outlet.frames[before:])
+
+
+def test_a_view_that_never_speaks_is_given_up():
+    session = told()
+    publisher, outlet, clock, _ = watched(session)
+    publisher.shown()
+    clock.now += HELLO_SECONDS + GONE_SECONDS + 0.1
+    publisher.tick()
+    assert outlet.frames == []
+    assert publisher.tick() is None
