@@ -207,6 +207,7 @@ class Publisher:
         view.draw_seconds = _positive(message.get("draw_ms"), 1e3 * view.draw_seconds) / 1e3
         if kind == "hello":
             self._full_due = True
+            self._plotly_due = self._plotly_due or bool(message.get("plotly"))
             self._as_text = self._as_text or bool(message.get("as_text"))
         elif kind == "plotly":
             self._plotly_due = True

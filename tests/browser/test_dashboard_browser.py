@@ -68,6 +68,17 @@ def test_curves_appear_while_the_training_cell_has_returned(notebook: Open, scre
     assert book.messages == []
 
 
+def test_all_cells_run_at_once_and_the_last_one_keeps_the_kernel(notebook: Open) -> None:
+    book = notebook(BUILD, START, "import time; time.sleep(100)")
+    book.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")  # not to its end
+    drawn(book, 20)
+    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+    assert book.page.evaluate(f"() => {kernel}.status") == "busy"
+    assert "not connected" not in book.dashboard.inner_text()
+    assert book.dashboard.get_by_role("button", name="Stop", exact=True).is_enabled()
+    assert book.messages == []
+
+
 def test_moving_the_slider_lands_as_one_setting_changed(notebook: Open) -> None:
     book = notebook(BUILD, START)
     book.run_all()

@@ -33,11 +33,11 @@ class Page {
     this.drawState();
     this.arrange();
     this.redraw(...Object.keys(this.views));
-    this.link.hello();
     this.link.plotly().then((Plotly) => {
       this.Plotly = Plotly;
       this.redraw(...Object.keys(this.views));
     }, (error) => this.link.closed || this.say(`The chart library did not load: ${error.message}`));
+    this.link.hello();
   }
 
   get layers() {

@@ -29,6 +29,7 @@ class Link {
     this.hz = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1 : 4;
     this.waitingSince = null;
     this.asText = false;
+    this.greeted = this.wantsPlotly = false;
     this.numRequests = 0;
     this.answer = null;
     this.receive = this.receive.bind(this);
@@ -46,7 +47,9 @@ class Link {
   hello() {
     if (this.waitingSince === null) this.waitingSince = performance.now();
     clearTimeout(this.helloTimer);
-    this.send({ kind: "hello", as_text: this.asText });
+    this.send({ kind: "hello", as_text: this.asText, plotly: this.wantsPlotly });
+    this.greeted = true;
+    this.wantsPlotly = false;
     this.helloTimer = setTimeout(() => {
       if (this.waitingSince === null) return;
       this.onSilence(performance.now() - this.waitingSince);
@@ -121,7 +124,8 @@ class Link {
         delete window[PLOTLY_SLOT];
         reject(CLOSED);
       };
-      this.askPlotly();
+      if (this.greeted) this.askPlotly();
+      else this.wantsPlotly = true; // hello says so: a second message might find the kernel busy with the next cell
     });
     return window[PLOTLY_SLOT].catch((error) => {
       if (error === CLOSED && !this.closed) return this.plotly();
