@@ -104,7 +104,8 @@ class Replay:
         decisions = self._evaluate(step)
         if decisions:
             self._carry_out(step, decisions)
-        if not any(decision.action == "freeze" for decision in decisions):
+        head_only = set(self.run.layers) - set(self._by) == {self.run.layers[-1]}  # then a run reads nothing
+        if not head_only and not any(decision.action == "freeze" for decision in decisions):
             self.reader.ask(step, self.policy.settings)
 
     def _evaluate(self, step: int) -> list[Decision]:

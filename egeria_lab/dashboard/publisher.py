@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from egeria_lab.dashboard.controls import Controls
 from egeria_lab.dashboard.feed import Feed
@@ -21,9 +20,9 @@ from egeria_lab.dashboard.frames import pack
 from egeria_lab.dashboard.outlet import Outlet
 from egeria_lab.dashboard.plotly_bundle import packed_plotly
 from egeria_lab.dashboard.slow_state import SlowState
+from egeria_lab.dashboard.view import MOST_HZ, View
 from egeria_lab.events import Event, RunFailed, RunPaused, RunStopped
 
-MOST_HZ = 4.0
 ANSWERS_HZ = 2.0
 QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
 GONE_SECONDS = 120.0  # no answer for this long (a cell may be keeping the kernel): say nothing until the page speaks
@@ -35,21 +34,6 @@ SETTLE_SECONDS = 2.0  # after a run event the state may follow a moment later: l
 RESTING = ("idle", "paused", "stopped", "finished", "failed")
 
 Message = Mapping[str, object]
-
-
-@dataclass
-class View:
-    """A page that shows the dashboard, as far as it has told us.
-
-    Attributes:
-        visible: whether somebody can see it.
-        draw_seconds: main-thread time of its last redraw.
-        hz: the most updates a second that it wants.
-    """
-
-    visible: bool = True
-    draw_seconds: float = 0.0
-    hz: float = MOST_HZ
 
 
 class Publisher:

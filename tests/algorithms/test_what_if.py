@@ -133,11 +133,13 @@ class PlainRun:
         )
         if any(decision.action == "freeze" for decision in decisions):
             return decisions
+        active = [name for name in NAMES if name not in self.frozen]
+        if active == [NAMES[-1]]:  # nothing left to decide: nothing is read
+            return decisions
         if self._wants or self._since >= self.policy.settings.readings_per_snapshot:
             self._snapshot, self._since, self._wants = step, 0, False
             self.policy.restart()
         if step not in self.skipped:
-            active = [name for name in NAMES if name not in self.frozen]
             wanted = active if self._count % self.every == 0 else active[:1]
             found = {name: self.world.value(step, NAMES.index(name), self._snapshot) for name in wanted}
             self._pending = step, self._snapshot, found
@@ -259,7 +261,7 @@ def test_the_runs_above_freeze_thaw_and_are_blocked() -> None:
     """Or they would prove nothing."""
     actions = []
     for shape in ("constant", "steps", "restarts", "ragged"):
-        run = PlainRun(World(1, shape), Plasticity(**{**QUICK, "tolerance": 3.0}))
+        run = PlainRun(World(1, shape), Plasticity(**{**QUICK, "tolerance": 3.0, "max_frozen": 0.5}))
         actions += [(action, by) for _, action, _, _, by in run.story]
     assert {("freeze", "rule"), ("thaw", "rule"), ("blocked", "rule")} <= set(actions)
 
