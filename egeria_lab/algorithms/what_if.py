@@ -58,7 +58,7 @@ def what_if(
         ... )
         >>> answer = what_if(run, tolerance=0.5, refresh_evals=99)
         >>> [(one.step, one.action, one.layer) for one in answer.happenings], answer.exact_until
-        ([(13, 'freeze', 'body'), (17, 'blocked', 'head')], 13)
+        ([(13, 'freeze', 'body')], 13)
     """
     asked = {**_differences(run.settings, settings), **changes}
     known = [field.name for field in fields(Plasticity)]
