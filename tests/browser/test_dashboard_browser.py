@@ -72,8 +72,8 @@ def test_all_cells_run_at_once_and_the_last_one_keeps_the_kernel(notebook: Open)
     book = notebook(BUILD, START, "import time; time.sleep(100)")
     book.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")  # not to its end
     drawn(book, 20)
-    state = "() => window.jupyterapp.shell.currentWidget.content.model.cells.get(2).executionState"
-    assert book.page.evaluate(state) != "idle"  # of the cell: it has not ended
+    last = "window.jupyterapp.shell.currentWidget.content.model.cells.get(2)"
+    book.page.wait_for_function(f"() => {last}.executionState !== 'idle'", timeout=30_000)  # it has not ended
     assert "not connected" not in book.dashboard.inner_text()
     assert book.messages == []
 
