@@ -1,7 +1,8 @@
 """The one thread that talks to the pages: it listens, decides whether and how fast to send, and sends.
 
 It is silent when nobody looks, never has more than one unanswered frame under way, and slows down with the
-slowest of: the asked rate, four times what a page needs to draw, and a page that has stopped answering.
+slowest of: the asked rate, what pages need to draw and rest, and a page that has stopped answering. What somebody
+did, and what froze or thawed, is told sooner.
 Training never waits for it: an event only wakes it, a request only lands in its mailbox.
 """
 
@@ -19,9 +20,10 @@ from egeria_lab.dashboard.feed import Feed
 from egeria_lab.dashboard.frames import pack
 from egeria_lab.dashboard.outlet import Outlet
 from egeria_lab.dashboard.plotly_bundle import packed_plotly
+from egeria_lab.dashboard.series import HANDS
 from egeria_lab.dashboard.slow_state import SlowState
 from egeria_lab.dashboard.view import MOST_HZ, View
-from egeria_lab.events import Event, RunFailed, RunPaused, RunStopped
+from egeria_lab.events import Event, LayerFrozen, LayerThawed, RunFailed, RunPaused, RunStopped
 
 ANSWERS_HZ = 2.0
 QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
@@ -64,7 +66,7 @@ class Publisher:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._views: dict[str, View] = {}
-        self._full_due = self._plotly_due = self._as_text = False
+        self._full_due = self._plotly_due = self._as_text = self._has_news = False
         self._seq = self._answered = 0
         self._sent_at = self._unanswered_since = -1e9
         self._settle_until = clock() + SETTLE_SECONDS
@@ -117,6 +119,8 @@ class Publisher:
         comes_to_rest = isinstance(event, (RunPaused, RunStopped, RunFailed))
         if comes_to_rest:
             self._settle_until = self._clock() + SETTLE_SECONDS
+        if comes_to_rest or event.by in HANDS or isinstance(event, (LayerFrozen, LayerThawed)):
+            self._has_news = True
         if comes_to_rest or self._views:
             self._wake.set()
 
@@ -218,15 +222,12 @@ class Publisher:
         return self._seq - self._answered < window or self._quiet(now)
 
     def _interval(self, now: float) -> float:
-        seen = [view for view in self._views.values() if view.visible]
-        wished = [
-            1 / self._rate_hz,
-            *(1 / view.hz for view in seen),
-            *(4 * view.draw_seconds for view in seen),
-        ]
+        asked = 1 / min(MOST_HZ, 2 * self._rate_hz) if self._has_news else 1 / self._rate_hz
+        wished = [asked, *(view.frame_seconds for view in self._views.values() if view.visible and not self._has_news)]
         return max([*wished, 1.0] if self._quiet(now) else wished)
 
     def _send_frame(self, now: float) -> None:
+        self._has_news = False  # before reading: what happens from here on is news for the next
         parts = self._feed.full() if self._full_due else self._feed.delta()
         self._slow.tell(now)
         if parts or self._full_due:

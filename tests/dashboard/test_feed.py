@@ -298,6 +298,30 @@ def test_a_slow_page_gets_fewer_frames():
     assert 2 <= len(outlet.frames) - before <= 3
 
 
+def test_a_page_that_draws_slowly_still_hears_at_once_what_happened():
+    session = told()
+    publisher, outlet, clock, page = greeted(session)
+
+    def seconds_to_the_next_frame(event):
+        page.acknowledge(outlet.frames[-1][0]["seq"], draw_ms=200)
+        clock.now += 0.05
+        publisher.tick()  # hears the answer
+        before, start = len(outlet.frames), clock.now
+        if event is not None:
+            session.events.append(event)
+        while len(outlet.frames) == before:
+            more_steps(session, 1)
+            clock.now += 0.05
+            publisher.tick()
+        return clock.now - start
+
+    seconds_to_the_next_frame(None)
+    assert seconds_to_the_next_frame(None) > 0.9
+    assert seconds_to_the_next_frame(LayerFrozen(step=1, by="rule", layer="layers.0", reason="stable")) < 0.35
+    assert seconds_to_the_next_frame(None) > 0.9
+    assert seconds_to_the_next_frame(SettingChanged(step=2, by="user", name="freeze.tolerance", old=0.2, new=0.3)) < 0.35
+
+
 @pytest.mark.parametrize("leave", ["hide", "bye", "vanish"])
 def test_silence_when_all_are_hidden_or_gone(leave):
     session = told()
