@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from egeria_lab.benchmarks.charts import Chart, as_svg
 from egeria_lab.engine.threads import available_cores
 from egeria_lab.errors import require
 from egeria_lab.tables import html_table
 
 Result = dict[str, Any]
-"""``{"suite", "machine", "versions", "seeds", "rows", "goals"}``, all of it JSON."""
+"""``{"suite", "machine", "versions", "seeds", "rows", "goals", "plots"}``, all of it JSON."""
 
 SENSES = ("<=", ">=")
 
@@ -124,7 +125,11 @@ def machine() -> dict[str, Any]:
 
 
 def result(
-    suite: str, rows: Sequence[Mapping[str, Any]], goals: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+    suite: str,
+    rows: Sequence[Mapping[str, Any]],
+    goals: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    plots: Sequence[Chart] = (),
 ) -> Result:
     """Put the figures of one suite into the common form.
 
@@ -133,10 +138,11 @@ def result(
         rows: one mapping a measured thing, with "name" and figures whose names end in their unit.
         goals: from `goal`.
         seeds: the seeds used.
+        plots: from `charts.chart`, drawn on the suite's page.
 
     Example:
         >>> sorted(result("demo", [{"name": "a", "seconds": 1.0}], [goal("a", 1.0, 2.0, "<=")], [0]))
-        ['goals', 'machine', 'rows', 'seeds', 'suite', 'versions']
+        ['goals', 'machine', 'plots', 'rows', 'seeds', 'suite', 'versions']
     """
     return {
         "suite": suite,
@@ -148,6 +154,7 @@ def result(
         "seeds": list(seeds),
         "rows": [dict(row) for row in rows],
         "goals": [dict(each) for each in goals],
+        "plots": list(plots),
     }
 
 
@@ -180,6 +187,7 @@ def page(found: Result) -> str:
     parts = [
         f"<h1>{escape(found['suite'])}</h1>",
         html_table(["goal", "value", "wanted", "met"], goals) if goals else "",
+        "<div class='plots'>" + "".join(as_svg(plot) for plot in found["plots"]) + "</div>" if found["plots"] else "",
         html_table([column.replace("_", " ") for column in columns], rows),
         html_table(["measured on", ""], facts),
     ]
@@ -187,7 +195,9 @@ def page(found: Result) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f"<title>{escape(found['suite'])}</title><style>"
         ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:2rem;overflow-x:auto}"
-        "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem;border-bottom:1px solid #8884}"
+        ".plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:1rem 2rem;"
+        "max-width:1300px}figure{margin:0}figcaption{font-weight:600}table{border-collapse:collapse;margin:1rem 0}"
+        "td,th{padding:.2rem .8rem;border-bottom:1px solid #8884}"
         "</style></head><body>" + "".join(parts) + "</body></html>\n"
     )
 

@@ -21,6 +21,7 @@ from torch import nn
 from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.sieving.settings import CirculantSieve
 from egeria_lab.algorithms.sieving.sieve import Sieve
+from egeria_lab.benchmarks.charts import chart
 from egeria_lab.benchmarks.harness import Result, goal, interleave, result
 from egeria_lab.data.datasets import ArrayDataset
 from egeria_lab.data.loaders import BatchSource
@@ -41,22 +42,26 @@ def run(quick: bool = False) -> Result:
     torch.set_num_threads(1)
     try:
         rounds = 5 if quick else 11
-        grown = {
+        grown: dict[str, tuple[Callable[[int], dict[str, float]], tuple[int, ...]]] = {
             "layers": (_step_by_layers(rounds), (8, 32, 100) if quick else (8, 32, 100, 400)),
             "weights": (_step_by_width(rounds), (16, 64, 256)),
             "samples": (_pass_by_samples, (10**4, 10**5, 10**6) if quick else (10**4, 10**5, 10**6, 10**7)),
             "history rows": (_history, (10**3, 10**4, 10**5) if quick else (10**3, 10**4, 10**5, 10**6)),
         }
-        rows, goals = [], []
+        rows: list[dict[str, Any]] = []
+        goals, plots = [], []
         for what, (measure, sizes) in grown.items():
-            mine = [{"name": f"{size:,} {what}", "size": size, **measure(size)} for size in sizes]
+            mine: list[dict[str, Any]] = [{"name": f"{size:,} {what}", "size": size, **measure(size)} for size in sizes]
             rows += mine
-            goals += [
-                goal(f"{what}: growth of {name}", value, MOST_GROWTH, "<=") for name, value in _growth(mine).items()
-            ]
+            growth = _growth(mine)
+            goals += [goal(f"{what}: growth of {name}", value, MOST_GROWTH, "<=") for name, value in growth.items()]
+            lines = {
+                name.replace("_", " "): [(float(row["size"]), float(row[name])) for row in mine] for name in growth
+            }
+            plots.append(chart(f"what grows with the number of {what}", what, "milliseconds", lines, log=True))
     finally:
         torch.set_num_threads(threads)
-    return result("scale", rows, goals, [0])
+    return result("scale", rows, goals, [0], plots)
 
 
 def _growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from egeria_lab import presets
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.sieving.settings import CirculantSieve, RandomSieve
 from egeria_lab.algorithms.sparse.methods import MEST, SET, RigL, StaticSparsity
+from egeria_lab.benchmarks.charts import Chart, chart
 from egeria_lab.benchmarks.harness import Result, goal, result
 from egeria_lab.errors import MissingPackageError
 from egeria_lab.session import Session
@@ -77,6 +78,7 @@ def compare(datasets: Sequence[str], ways: Sequence[str], *, seeds: Sequence[int
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     goals: list[dict[str, Any]] = []
+    plots: list[Chart] = []
     try:
         for name in datasets:
             found: dict[str, list[Figures]] = {way: [] for way in ways}
@@ -87,11 +89,14 @@ def compare(datasets: Sequence[str], ways: Sequence[str], *, seeds: Sequence[int
             except MissingPackageError as error:
                 rows.append({"name": name, "skipped": str(error)})
                 continue
-            rows += [_row(name, way, found, epochs) for way in ways]
+            mine = [_row(name, way, found, epochs) for way in ways]
+            rows += mine
             goals += _goals(name, found)
+            points = {row["way"]: [(100 * row["paper_flops_share"], row["accuracy_percent"])] for row in mine}
+            plots.append(chart(f"{name}: accuracy against work", "FLOPs on paper, % of dense", "accuracy, %", points))
     finally:
         torch.set_num_threads(threads)
-    return result("spfde", rows, goals, seeds)
+    return result("spfde", rows, goals, seeds, plots)
 
 
 @dataclass(slots=True)

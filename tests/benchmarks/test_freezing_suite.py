@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from egeria_lab.benchmarks import freezing
-from egeria_lab.benchmarks.freezing import PLAIN, WAYS, Curve, Task, compare
+from egeria_lab.benchmarks.freezing import WAYS, Task, compare
+from egeria_lab.benchmarks.freezing_figures import PLAIN, Curve, goals_of, row_of
 
 TINY = Task("mlp", "digits", 3, {})
 
@@ -27,7 +28,7 @@ def test_time_to_target_is_of_means_of_two_evaluations() -> None:
 def test_ratios_and_the_target_are_those_of_plain_training() -> None:
     plain = [curve((1.0, 70.0), (2.0, 80.0), (4.0, 80.0)), curve((1.0, 70.0), (2.0, 84.0), (4.0, 84.0))]
     fast = [curve((1.0, 80.0), (2.0, 82.0), saving=0.4), curve((1.0, 82.0), (2.0, 84.0), saving=0.6)]
-    row = freezing._row("task", "fast", {PLAIN: plain, "fast": fast})
+    row = row_of("task", "fast", {PLAIN: plain, "fast": fast})
     assert row["same_budget_ratio"] == 2.0
     assert row["counted_saving"] == 0.5
     assert row["measured_over_counted"] == 1.0
@@ -37,13 +38,13 @@ def test_ratios_and_the_target_are_those_of_plain_training() -> None:
 
 
 def test_goals_of_a_missed_target_are_not_met() -> None:
-    plain = freezing._row("task", PLAIN, {PLAIN: [curve((1.0, 70.0), (4.0, 80.0))]})
-    never = freezing._row(
+    plain = row_of("task", PLAIN, {PLAIN: [curve((1.0, 70.0), (4.0, 80.0))]})
+    never = row_of(
         "task",
         "everything",
         {PLAIN: [curve((1.0, 70.0), (4.0, 80.0))], "everything": [curve((1.0, 10.0), (2.0, 12.0))]},
     )
-    goals = {each["name"]: each for each in freezing._goals("task", {PLAIN: plain, "everything": never})}
+    goals = {each["name"]: each for each in goals_of("task", {PLAIN: plain, "everything": never})}
     assert not goals["task: everything, same budget"]["met"]
     assert math.isnan(goals["task: everything, time to target"]["value"])
     assert not goals["task: everything, time to target"]["met"]

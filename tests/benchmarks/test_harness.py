@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from egeria_lab.benchmarks.charts import as_svg, chart
 from egeria_lab.benchmarks.harness import Timing, goal, interleave, result, write
 from egeria_lab.benchmarks.reference import spearman
 from egeria_lab.errors import InvalidSettingError
@@ -47,11 +48,31 @@ def test_written_figures_come_back_and_the_page_stands_alone(tmp_path: Path) -> 
     found = result("demo", [{"name": "<b>", "seconds": 0.5}, {"name": "c", "bytes": 3}], [], [0, 1])
     as_json, as_page = write(found, tmp_path / "bench")
     assert json.loads(as_json.read_text()) == found
-    assert set(found) == {"suite", "machine", "versions", "seeds", "rows", "goals"}
+    assert set(found) == {"suite", "machine", "versions", "seeds", "rows", "goals", "plots"}
     text = as_page.read_text()
     assert "&lt;b&gt;" in text
     assert "<b>" not in text
     assert "http" not in text
+
+
+def test_plots_are_drawn_on_the_page_and_kept_as_numbers(tmp_path: Path) -> None:
+    lines = {"a <i>": [(10.0, 1.0), (1000.0, 100.0)], "b": [(10.0, 0.0), (100.0, 7.0), (1000.0, float("nan"))]}
+    plots = [chart("growth", "layers", "seconds", lines, log=True), chart("same", "layers", "seconds", lines)]
+    found = result("demo", [{"name": "a"}], [], [0], plots)
+    as_json, as_page = write(found, tmp_path)
+    assert json.loads(as_json.read_text())["plots"][0]["lines"][1] == {"name": "b", "x": [100.0], "y": [7.0]}
+    assert found["plots"][1]["lines"][1]["x"] == [10.0, 100.0]
+    text = as_page.read_text()
+    assert text.count("<figure>") == 2
+    assert "<i>" not in text
+    assert "a &lt;i&gt;" in text
+    first, second = (part for part in text.split("<figure>")[1:])
+    assert all(f"{end}<" in first for end in (">10", ">1,000"))  # of the axis, in the plot's own numbers
+    assert ">0<" in second  # a plot that is not logarithmic begins at nothing
+    nothing = chart("none", "x", "y", {"a": [(0.0, 0.0)]}, log=True)
+    assert "nothing to draw" in as_svg(nothing)
+    with pytest.raises(InvalidSettingError, match="lines"):
+        chart("none", "x", "y", {})
 
 
 @pytest.mark.parametrize(

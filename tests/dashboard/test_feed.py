@@ -319,7 +319,9 @@ def test_a_page_that_draws_slowly_still_hears_at_once_what_happened():
     assert seconds_to_the_next_frame(None) > 0.9
     assert seconds_to_the_next_frame(LayerFrozen(step=1, by="rule", layer="layers.0", reason="stable")) < 0.35
     assert seconds_to_the_next_frame(None) > 0.9
-    assert seconds_to_the_next_frame(SettingChanged(step=2, by="user", name="freeze.tolerance", old=0.2, new=0.3)) < 0.35
+    assert (
+        seconds_to_the_next_frame(SettingChanged(step=2, by="user", name="freeze.tolerance", old=0.2, new=0.3)) < 0.35
+    )
 
 
 @pytest.mark.parametrize("leave", ["hide", "bye", "vanish"])

@@ -1,0 +1,106 @@
+"""The figures of the freezing suite: accuracy against time of every way, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from egeria_lab.benchmarks.charts import Chart, chart
+from egeria_lab.benchmarks.harness import goal
+
+PLAIN = "plain"
+
+
+@dataclass(slots=True)
+class Curve:
+    """One training.
+
+    Attributes:
+        seconds: measured time of its steps and readings up to each evaluation, evaluations not counted.
+        cpu_seconds: processor time of the same, to the last evaluation.
+        accuracies: of the validation set at each evaluation, in percent.
+        counted_saving: share of the FLOPs that did not run.
+        frozen: layers that were frozen at the end.
+    """
+
+    seconds: list[float]
+    accuracies: list[float]
+    counted_saving: float
+    frozen: int
+    cpu_seconds: float = float("nan")
+
+    def smoothed(self) -> list[float]:
+        """Means of each evaluation and the one before it."""
+        return [mean(self.accuracies[max(0, i - 1) : i + 1]) for i in range(len(self.accuracies))]
+
+    def seconds_to(self, target: float) -> float | None:
+        """Time of the first evaluation at or above the target; None when there was none.
+
+        Example:
+            >>> Curve([1.0, 2.0, 3.0], [50.0, 70.0, 80.0], 0.0, 0).seconds_to(70)
+            3.0
+        """
+        return next((s for s, a in zip(self.seconds, self.smoothed(), strict=True) if a >= target), None)
+
+
+def row_of(task: str, way: str, found: Mapping[str, list[Curve]]) -> dict[str, Any]:
+    mine, plain = found[way], found[PLAIN]
+    finals = [curve.smoothed()[-1] for curve in mine]
+    plain_finals = [curve.smoothed()[-1] for curve in plain]
+    target = mean(plain_finals) - (stdev(plain_finals) / 2 if len(plain_finals) > 1 else 0.0)
+    reached = [(curve.seconds_to(target), other.seconds_to(target)) for curve, other in zip(mine, plain, strict=True)]
+    ratios = [theirs / own for own, theirs in reached if own is not None and theirs is not None]
+    times = [a.seconds[-1] / b.seconds[-1] for a, b in zip(mine, plain, strict=True)]
+    counted = mean(curve.counted_saving for curve in mine)
+    measured = 1 - mean(times)
+    return {
+        "name": f"{task}: {way}",
+        "task": task,
+        "way": way,
+        "seeds": len(mine),
+        "accuracy_percent": mean(finals),
+        "accuracy_spread_percent": stdev(finals) if len(finals) > 1 else None,
+        "seconds": mean(curve.seconds[-1] for curve in mine),
+        "same_budget_ratio": mean(1 / share for share in times),
+        "same_budget_processor_ratio": mean(b.cpu_seconds / a.cpu_seconds for a, b in zip(mine, plain, strict=True)),
+        "time_to_target_ratio": mean(ratios) if len(ratios) == len(mine) else None,
+        "seeds_that_reached_the_target": len(ratios),
+        "counted_saving": counted,
+        "measured_saving": measured,
+        "measured_over_counted": measured / counted if counted else None,
+        "frozen_layers_at_the_end": mean(curve.frozen for curve in mine),
+    }
+
+
+def plot_of(task: str, found: Mapping[str, Sequence[Curve]]) -> Chart:
+    """Accuracy against time; each evaluation's means over the seeds."""
+    lines = {}
+    for way, curves in found.items():
+        evaluations = range(min(len(curve.accuracies) for curve in curves))
+        lines[way] = [(mean(c.seconds[i] for c in curves), mean(c.smoothed()[i] for c in curves)) for i in evaluations]
+    return chart(f"{task}: accuracy against time", "seconds of training", "validation accuracy, %", lines)
+
+
+def goals_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    plain = rows[PLAIN]
+    goals = []
+    wanted = {"plasticity + cache": (1.8, 1.43), "everything": (2.5, 2.0)}
+    for way, (budget, target) in wanted.items():
+        if way not in rows:
+            continue
+        row = rows[way]
+        reached = row["time_to_target_ratio"]
+        goals += [
+            goal(f"{task}: {way}, same budget", row["same_budget_ratio"], budget, ">="),
+            goal(f"{task}: {way}, time to target", reached if reached is not None else float("nan"), target, ">="),
+            goal(
+                f"{task}: {way}, points lost against plain",
+                plain["accuracy_percent"] - row["accuracy_percent"], plain["accuracy_spread_percent"] or 0.5, "<=",
+            ),
+        ]  # fmt: skip
+    for way, row in rows.items():
+        if row["measured_over_counted"] is not None and row["counted_saving"] > 0.02:
+            goals.append(goal(f"{task}: {way}, measured over counted saving", row["measured_over_counted"], 0.9, ">="))
+    return goals
