@@ -675,7 +675,8 @@ class Session(SteeringCalls):
             self.command_log.note_plan(self.budget, self._steps_done)
             for waiting in self._landings(kind):
                 if self._closed:
-                    self._steering.refuse(waiting, self._steps_done, "the session is closed")
+                    for receipt in waiting:
+                        self._steering.refuse(receipt, self._steps_done, "the session is closed")
                     continue
                 self._undo_ring.land_all(waiting)
                 if waiting:

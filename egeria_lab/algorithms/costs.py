@@ -269,5 +269,6 @@ class CostBook:
 WARM_UP_STEPS = 5
 """Steps at the start of a run whose times are not compared: allocators and kernels warm up."""
 
-LEAST_TIMES, MOST_TIMES = 5, 1000
-"""Measured steps that a median is taken of. A run of a million steps need not keep, sort and save a million times."""
+LEAST_TIMES, MOST_TIMES = 20, 1000
+"""Measured steps that a median is taken of. Five told of savings that were none when a machine was busy; a run of a
+million steps need not keep, sort and save a million times."""

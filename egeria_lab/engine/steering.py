@@ -86,17 +86,18 @@ class Steering:
             event = self._handlers[type(command)](command, step)
         except Exception as error:  # whatever is wrong with one command may not stop training or lose the next
             reason = str(error) if isinstance(error, EgeriaLabError) else f"{type(error).__name__}: {error}"
-            event = CommandRejected(step=step, by=command.by, command=str(command), reason=reason)
+            self.refuse(receipt, step, reason)
+        else:
+            self._answer(receipt, event)
+
+    def refuse(self, receipt: c.Receipt, step: int, reason: str) -> None:
+        """Reject a command, so that nobody waits for it for ever."""
+        command = receipt.command
+        self._answer(receipt, CommandRejected(step=step, by=command.by, command=str(command), reason=reason))
+
+    def _answer(self, receipt: c.Receipt, event: Event) -> None:
         self.events.append(event)
         receipt.land(event)
-
-    def refuse(self, receipts: list[c.Receipt], step: int, reason: str) -> None:
-        """Reject commands unseen, so that nobody waits for them for ever."""
-        for receipt in receipts:
-            command = receipt.command
-            event = CommandRejected(step=step, by=command.by, command=str(command), reason=reason)
-            self.events.append(event)
-            receipt.land(event)
 
     def carry_out(self, decisions: list[Decision], step: int) -> None:
         """Carry out what the rule decided."""

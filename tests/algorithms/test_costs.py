@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import egeria_lab as lab
 from egeria_lab.algorithms.costs import (
+    LEAST_TIMES,
     MOST_TIMES,
     WARM_UP_STEPS,
     CostBook,
@@ -250,25 +251,26 @@ def test_fractions_by_hand() -> None:
 
 
 def test_time_saved_by_hand() -> None:
-    """15 full steps and 10 frozen ones of 1 s; the median full step takes 2 s: 15 × 2 + 10 = 40 of 50 s.
+    """25 full steps and 20 frozen ones of 1 s; the median full step takes 2 s: 25 × 2 + 20 = 70 of 90 s.
 
     Slow first steps and one hiccup do not count, the median does.
     """
-    book = CostBook(steps=WARM_UP_STEPS + 20)
-    for seconds in [50.0] * WARM_UP_STEPS + [2.0] * 9 + [30.0]:
+    book = CostBook(steps=WARM_UP_STEPS + 2 * LEAST_TIMES)
+    for seconds in [50.0] * WARM_UP_STEPS + [2.0] * (LEAST_TIMES - 1) + [30.0]:
         book.note_time(seconds, frozen=False)
-    for _ in range(10):
+    for _ in range(LEAST_TIMES):
         book.note_time(1.0, frozen=True)
-    assert book.time_saved_fraction == pytest.approx(1 - 40 / 50)
-    assert book.train_seconds == 250 + 18 + 30 + 10
-    book.frozen_seconds = 30.0
+    assert (WARM_UP_STEPS, LEAST_TIMES) == (5, 20)  # what follows counts on them
+    assert book.time_saved_fraction == pytest.approx(1 - 70 / 90)
+    assert book.train_seconds == 250 + 38 + 30 + 20
+    book.frozen_seconds = 3.0 * LEAST_TIMES
     saved = book.time_saved_fraction
     assert saved is not None
     assert saved < 0  # freezing cost time: said, not hidden
 
 
 def test_too_few_full_steps_give_no_time() -> None:
-    book = CostBook(steps=30, full_steps=9, full_step_seconds=[1.0] * 4, frozen_seconds=10.0)
+    book = CostBook(steps=30, full_steps=9, full_step_seconds=[1.0] * (LEAST_TIMES - 1), frozen_seconds=10.0)
     assert book.time_saved_fraction is None
     book.note_time(1.0, frozen=False)
     assert book.time_saved_fraction is not None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from egeria_lab.algorithms.cost_model import effective_densities, floor_share, layer_flops, training_flops, weight_flops
-from egeria_lab.algorithms.costs import CostBook, StepFlops, count_flops, measure_saved_tensors
+from egeria_lab.algorithms.costs import LEAST_TIMES, CostBook, StepFlops, count_flops, measure_saved_tensors
 from egeria_lab.algorithms.freezing import freeze_layers
 from egeria_lab.algorithms.layers import layers
 from egeria_lab.algorithms.ledger import Ledger, LedgerLayer, SieveFigures, SparsityFigures
@@ -69,7 +69,7 @@ def test_theoretical_and_measured_do_not_mix() -> None:
     """traps row 64."""
     book: dict[str, Any] = {
         "steps": 30, "executed_flops": 75.0, "full_flops": 100.0, "train_seconds": 8.0, "monitor_seconds": 2.0,
-        "full_steps": 10, "full_step_seconds": [1.0] * 5, "frozen_seconds": 10.0, "saved_bytes": 500,
+        "full_steps": 10, "full_step_seconds": [1.0] * LEAST_TIMES, "frozen_seconds": 10.0, "saved_bytes": 500,
         "full_saved_bytes": 1000,
     }  # fmt: skip
     made = ledger("FFa", **book)
@@ -97,7 +97,12 @@ def test_unknown_figures_are_dashes() -> None:
 
 def test_nothing_gained_has_its_reason() -> None:
     """Each zero (and each loss) says why it is one."""
-    slow: dict[str, Any] = {"steps": 30, "full_steps": 10, "full_step_seconds": [1.0] * 5, "frozen_seconds": 20.0}
+    slow: dict[str, Any] = {
+        "steps": 30,
+        "full_steps": 10,
+        "full_step_seconds": [1.0] * LEAST_TIMES,
+        "frozen_seconds": 20.0,
+    }
     assert "nothing gained" in ledger("FFa", **slow).why()["time"]
     assert "nothing gained" not in ledger("FFa", **(slow | {"frozen_seconds": 10.0})).why()["time"]
     assert "0 so far" in ledger("FFa", executed_flops=10.0, full_flops=10.0).why()["flops"]
