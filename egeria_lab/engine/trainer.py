@@ -158,6 +158,7 @@ class Trainer:
         self.check_signals: Callable[[SampleSignals], None] | None = None
         self.layers = LayerModules([])
         self._checked: tuple[str, ...] = ()
+        self._buffer_owners: list[nn.Module] = []  # looked up once a pass: going through a model takes its time
         # Parts that their owner had put into eval mode stay so, also after a model.eval() in between.
         self._kept_in_eval = [m for m in self.model.modules() if not m.training] if self.model.training else []
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -306,7 +307,10 @@ class Trainer:
     @contextmanager
     def _buffers_kept_on_error(self) -> Iterator[None]:
         """Running statistics of a step that could not be made are put back: it was not applied."""
-        moving = [buffer for buffer in self.model.buffers() if buffer.numel()]
+        if not self._buffer_owners:
+            self._buffer_owners = [module for module in self.model.modules() if module._buffers]
+        held = (buffer for module in self._buffer_owners for buffer in module._buffers.values())
+        moving = [buffer for buffer in held if buffer is not None and buffer.numel()]
         before = [buffer.detach().clone() for buffer in moving]
         try:
             yield
@@ -371,19 +375,21 @@ class Trainer:
     def _update(self, batch: Batch, number: int) -> None:
         """Optimizer step with the gradients there are; loss scaling skips it when one of them overflowed."""
         self._check_gradients()
-        scaler = self.scaler if any(p.grad is not None for p in _held(self.optimizer)) else None
+        scaler = self.scaler
+        if scaler is not None and all(p.grad is None for p in _held(self.optimizer)):
+            scaler = None
         if scaler is not None and (self.max_grad_norm is not None or self.update_hooks is not None):
             scaler.unscale_(self.optimizer)
         if self.update_hooks is not None:
             self.update_hooks.after_backward()
-        active = [p for p in self.model.parameters() if p.grad is not None]
         if self.guards_gradients and scaler is None:
-            norm = float(nn.utils.get_total_norm([p.grad for p in active if p.grad is not None]))
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):
                 words = self._not_finite(norm, number).replace("the loss is", "the norm of the gradients is", 1)
                 raise BadLossError(words, norm, tuple(batch.ids.tolist()))
         if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(active, self.max_grad_norm)
+            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], self.max_grad_norm)
         self.watch.step(self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer))
         if scaler is not None:
             scaler.update()
@@ -503,6 +509,7 @@ class Trainer:
         if self.model.training:
             return  # modules that the user put into eval mode inside a training model stay so
         self.model.train()
+        self._buffer_owners = []
         for module in self._kept_in_eval:
             module.training = False
 
