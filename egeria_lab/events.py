@@ -145,6 +145,38 @@ class LayerFrozen(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSettling(Event):
+    """A layer module is on its way to being frozen: from now on it is trained less and less.
+
+    Attributes:
+        layer: name of the layer module.
+        epochs: passes over the data until it is frozen.
+        slope, tolerance: as for `LayerFrozen`.
+        reason: one clause saying why.
+    """
+
+    layer: str
+    epochs: float
+    slope: float | None = None
+    tolerance: float | None = None
+    reason: str = ""
+
+    def sentence(self) -> str:
+        return f"{self.layer} settles over {self.epochs:g} epochs, then it freezes: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettlingEnded(Event):
+    """A layer module that settled is trained like all others again, and will not be frozen for now."""
+
+    layer: str
+    reason: str = ""
+
+    def sentence(self) -> str:
+        return f"{self.layer} settles no longer: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerThawed(Event):
     """A frozen layer module is trained again, exactly where it had been left."""
 

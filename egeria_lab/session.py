@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.costs import StepFlops
-from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.freeze_schedule import Schedule as FreezeSchedule
 from egeria_lab.algorithms.ledger import Ledger
 from egeria_lab.algorithms.sieving.settings import SieveSettings

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from egeria_lab.algorithms.decision import Decision
 from egeria_lab.algorithms.distances import DISTANCES
 from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
+from egeria_lab.algorithms.settling import Settling
 from egeria_lab.algorithms.thaw_rules import SMOOTH_RATIO, THAW_RULES, LearningRates, ThawRule
 from egeria_lab.errors import InvalidSettingError, is_number, is_whole, require, unknown_name
 from egeria_lab.tables import ShownAsTable
@@ -37,6 +39,9 @@ class Plasticity(ShownAsTable):
         bootstrap_epochs: nothing freezes before so many passes over the data, >= 0; 0 for fine-tuning.
         bootstrap_rate: nothing freezes before the learning rate has come down to this share of its highest, in
             (0, 1], or None for no such condition.
+        settle_epochs: a layer that is to be frozen is first trained less and less over so many passes, >= 0: what
+            freezes at a high learning rate without it keeps the noise of its last steps. 0 freezes at once, as in the
+            paper.
         reference: ``"auto"``, ``"int8"``, ``"bf16"`` or ``"fp32"``, the numeric format of the reference model;
             layers that cannot be had in it are compared in float32.
         refresh_evals: readings between two snapshots, or None for 2 × (window + patience); never less
@@ -80,6 +85,7 @@ class Plasticity(ShownAsTable):
     bootstrap_change: float = 0.10
     bootstrap_epochs: float = 1.0
     bootstrap_rate: float | None = None
+    settle_epochs: float = 0.0
     reference: str = "auto"
     refresh_evals: int | None = None
     refresh_on_freeze: bool = True
@@ -103,8 +109,9 @@ class Plasticity(ShownAsTable):
         for name in ("bootstrap_change", "monitor_budget"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, "Plasticity", name, value, "a number > 0")
-        valid = is_number(self.bootstrap_epochs) and self.bootstrap_epochs >= 0
-        require(valid, "Plasticity", "bootstrap_epochs", self.bootstrap_epochs, "a number >= 0")
+        for name in ("bootstrap_epochs", "settle_epochs"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, "Plasticity", name, value, "a number >= 0")
         rate = self.bootstrap_rate
         valid = rate is None or (is_number(rate) and 0 < rate <= 1)
         require(valid, "Plasticity", "bootstrap_rate", rate, "in (0, 1] or None")
@@ -148,27 +155,6 @@ class Plasticity(ShownAsTable):
 REFERENCES = ("auto", "int8", "bf16", "fp32")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What a policy wants done.
-
-    Attributes:
-        action: ``"freeze"``, ``"thaw"``, ``"blocked"`` (would freeze, but may not) or ``"set"`` (a setting).
-        layer: name of the layer, or of the setting.
-        reason: one clause with the numbers.
-        slope: |slope| that led to it, where there is one.
-        tolerance: what it was compared with.
-        value: the new value of a setting.
-    """
-
-    action: str
-    layer: str
-    reason: str
-    slope: float | None = None
-    tolerance: float | None = None
-    value: float | None = None
-
-
 class PlasticityPolicy:
     """Egeria's rule as a state machine over the ordered layers of one model.
 
@@ -181,6 +167,7 @@ class PlasticityPolicy:
         loss_change: relative change of the window-averaged loss at the last evaluation, or None.
         relaxed: True after a thaw: window and patience are halved.
         together: layers may freeze together, whatever the settings say.
+        settling: which layers are on their way to being frozen.
 
     Example:
         >>> policy = PlasticityPolicy(["a", "b"], Plasticity(window=2, patience=1, tolerance=0.5))
@@ -196,6 +183,7 @@ class PlasticityPolicy:
         self.loss_change: float | None = None
         self.relaxed = False
         self.together = False
+        self.settling = Settling(layers)
         self._trends = {name: PlasticityTrend() for name in self.layers}
         self._interval_losses: list[float] = []
         self._losses: deque[float] = deque()
@@ -262,6 +250,7 @@ class PlasticityPolicy:
     def thawed(self) -> None:
         """Note that the thaw rule's decision was carried out: from now on criteria are relaxed."""
         self.relaxed = True
+        self.settling.begun.clear()
         self._rate_at_last_freeze = None
 
     def froze(self) -> None:
@@ -293,10 +282,27 @@ class PlasticityPolicy:
             The reading of each layer, and the decisions.
         """
         self._update_bootstrap(passes)
+        if self.bootstrapping:
+            return self.judge(values, gone=frozen, pinned=pinned)
+        epochs = self.settings.settle_epochs
+        settled = self.settling.look(frozen=frozen, pinned=pinned, passes=passes, epochs=epochs)
+        gone = [*frozen, *(one.layer for one in settled if one.action == "freeze"), *self.settling.begun]
+        readings, verdicts = self.judge(values, gone=gone, pinned=pinned)
+        if epochs:
+            verdicts = [
+                self.settling.begin(one, passes=passes, epochs=epochs) if one.action == "freeze" else one
+                for one in verdicts
+            ]
+        return readings, [*settled, *verdicts]
+
+    def judge(
+        self, values: Mapping[str, float], *, gone: Sequence[str], pinned: Sequence[str]
+    ) -> tuple[dict[str, Reading], list[Decision]]:
+        """Take in one reading of each layer in `values`, and say which layers behind those in `gone` may freeze."""
         readings = {name: self._read(name, value) for name, value in values.items()}
         if self.bootstrapping:
             return readings, []
-        gone = list(frozen)
+        gone = list(gone)
         decisions: list[Decision] = []
         while (front := next((name for name in self.layers if name not in gone), None)) is not None:
             decision = self._decide(front, readings, len(gone), pinned)
@@ -389,6 +395,7 @@ class PlasticityPolicy:
             "rate_age": self._rate_age,
             "rate_is_smooth": self._rate_is_smooth,
             "rate_at_last_freeze": self._rate_at_last_freeze,
+            "settling": self.settling.state_dict(),
             "blocked": sorted([layer, obstacle] for layer, obstacle in self._blocked),
         }
 
@@ -403,6 +410,7 @@ class PlasticityPolicy:
         self._rate, self._rate_age = state["rate"], state["rate_age"]
         self._rate_is_smooth, self._rate_at_last_freeze = state["rate_is_smooth"], state["rate_at_last_freeze"]
         self._highest_rate = state.get("highest_rate", self._rate or 0.0)
+        self.settling.load_state_dict(state.get("settling", {}))
         self._blocked = {(layer, obstacle) for layer, obstacle in state["blocked"]}
 
     def set_tolerance(self, layer: str, tolerance: float) -> None:

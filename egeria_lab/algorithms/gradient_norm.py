@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from egeria_lab.algorithms.freeze_policy import Decision
+from egeria_lab.algorithms.decision import Decision
 from egeria_lab.errors import is_number, is_whole, require
 from egeria_lab.tables import ShownAsTable
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from egeria_lab.algorithms.decision import Decision
 from egeria_lab.algorithms.freeze_plans import NEVER, Stints
-from egeria_lab.algorithms.freeze_policy import Decision
 
 
 class SchedulePolicy:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.thaw_rules import SMOOTH_RATIO, never_thaw, thaw_on_lr_drop
 from egeria_lab.algorithms.what_if_record import RecordedRun
 
@@ -125,7 +126,7 @@ class Readings:
             policy.settings, policy.tolerances, policy.relaxed = phase.settings, dict(phase.tolerances), phase.relaxed
         if frozen is None:  # then the frontmost active layer is another one, of which there is no reading
             frozen = (self._first,) if layer == self._first else ()
-        _, decisions = policy.evaluate({layer: value}, frozen=frozen, pinned=pinned, passes=0.0)
+        _, decisions = policy.judge({layer: value}, gone=frozen, pinned=pinned)
         if phase is not self._now:
             now = self._now
             policy.settings, policy.tolerances, policy.relaxed = now.settings, dict(now.tolerances), now.relaxed

@@ -16,7 +16,7 @@ from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.errors import require
 from egeria_lab.tables import amount, html_table, percent, text_table
 
-ACTIONS = ("freeze", "thaw", "pin", "unpin", "set")
+ACTIONS = ("freeze", "thaw", "settle", "unsettle", "pin", "unpin", "set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Act:
 
     Attributes:
         step: finished steps when it was done; it holds from the step after.
-        action: ``"freeze"``, ``"thaw"``, ``"pin"``, ``"unpin"`` or ``"set"``.
+        action: ``"freeze"``, ``"thaw"``, ``"settle"``, ``"unsettle"``, ``"pin"``, ``"unpin"`` or ``"set"``.
         layer: the layer; for ``"set"`` the one whose own tolerance it is, or None for all.
         by: ``"rule"`` (replaced by what the replay decides), or somebody else, whose acts are repeated.
         name: for ``"set"``, the field of `Plasticity`.
-        value: for ``"set"``, its new value.
+        value: for ``"set"``, its new value; for ``"settle"``, over how many passes.
         reason: why, in one clause.
     """
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.guard import Guard
 from egeria_lab.algorithms.what_if_feed import LearningRateFeed, Readings
 from egeria_lab.algorithms.what_if_reader import RecordedReader
@@ -56,6 +57,7 @@ class Replay:
         self._by: dict[str, str] = {}  # frozen layer → by whom
         self._gone: tuple[str, ...] = ()
         self._recorded: set[str] = set()
+        self._settled_there: dict[str, float] = {}  # layers that settle in the recorded run, over how many passes
         self._front: str | None = run.layers[0]
         self._blocked = False  # the front would freeze, but may not
         self._pinned: tuple[str, ...] = ()
@@ -102,14 +104,12 @@ class Replay:
         if not is_due:
             return
         decisions = self._evaluate(step)
-        if decisions:
-            self._carry_out(step, decisions)
         head_only = set(self.run.layers) - set(self._by) == {self.run.layers[-1]}  # then a run reads nothing
         if not head_only and not any(decision.action == "freeze" for decision in decisions):
             self.reader.ask(step, self.policy.settings)
 
     def _evaluate(self, step: int) -> list[Decision]:
-        """The reading that was asked for last time lands, and the rule decides."""
+        """The reading that was asked for last time lands, the rule decides, and that is carried out."""
         if self.policy.bootstrapping:
             self._watch_the_loss(step)
         landed = self.reader.collect()
@@ -119,7 +119,17 @@ class Replay:
             return []
         if self.reader.off:
             self._lose(step - 1, self.reader.off)
-        return self._decide() if landed is not None else []
+        epochs, passes = self.policy.settings.settle_epochs, self.run.passes[step - 1]
+        settled = self.policy.settling.look(frozen=self._by, pinned=self._pinned, passes=passes, epochs=epochs)
+        self._carry_out(step, settled)
+        verdicts = self._decide() if landed is not None else []
+        if epochs:
+            verdicts = [
+                self.policy.settling.begin(one, passes=passes, epochs=epochs) if one.action == "freeze" else one
+                for one in verdicts
+            ]
+        self._carry_out(step, verdicts)
+        return [*settled, *verdicts]
 
     def _watch_the_loss(self, step: int) -> None:
         """All that the rule does in the critical period: the loss of the last interval, as one mean."""
@@ -167,9 +177,11 @@ class Replay:
             self._happened.append(
                 Happening(step=step, action=decision.action, layer=name, reason=decision.reason, by=by, exact=True)
             )
-        if self._note(self.frozen_sets, step, self._by):
-            self._gone = self.frozen_sets[-1][1]
-            self._front, self._blocked = self._front_behind(self._gone), False
+        settling = self.policy.settling.begun
+        gone = tuple(name for name in self.run.layers if name in self._by or name in settling)
+        if self._note(self.frozen_sets, step, self._by) or gone != self._gone:
+            self._gone = gone
+            self._front, self._blocked = self._front_behind(gone), False
 
     def _freeze(self, step: int, name: str, by: str) -> None:
         if by == "rule":
@@ -207,7 +219,14 @@ class Replay:
                 self._pinned = (*others, act.layer) if act.action == "pin" else others
                 self._blocked = False
                 continue
+            self._settled_there.pop(act.layer, None)
+            if act.action == "settle":
+                self._settled_there[act.layer] = act.value
+            if act.action in ("settle", "unsettle"):
+                continue
             (self._recorded.add if act.action == "freeze" else self._recorded.discard)(act.layer)
+            if act.action == "thaw" and act.by == "rule":
+                self._settled_there.clear()
             if act.by != "rule" and (act.layer in self._by) == (act.action == "thaw"):
                 self._carry_out(step, [Decision(action=act.action, layer=act.layer, reason=act.reason)], act.by)
         self._note(self.recorded_sets, step, self._recorded)
@@ -240,10 +259,18 @@ class Replay:
 
     def _compare(self, step: int) -> None:
         """From the first difference of the frozen sets on, the record is of a training that went another way."""
-        if self.exact_until is not None or step >= self.run.last_step or self._recorded == self._by.keys():
+        settling = dict.fromkeys(self.policy.settling.begun, self.policy.settings.settle_epochs)
+        same = self._recorded == self._by.keys() and self._settled_there == settling
+        if self.exact_until is not None or step >= self.run.last_step or same:
             return
-        only_here = [name for name in self._gone if name not in self._recorded]
-        if only_here:
+        only_here = [name for name in self.run.layers if name in self._by and name not in self._recorded]
+        if self._settled_there != settling:
+            names = ", ".join(sorted({name for name, _ in self._settled_there.items() ^ settling.items()}))
+            why = (
+                f"{names} would settle from step {step:,} on otherwise than in the recorded run, and a layer that is "
+                "trained less and less is read otherwise too."
+            )
+        elif only_here:
             why = (
                 f"{', '.join(only_here)} would be frozen from step {step:,} on, unlike in the recorded run, so what "
                 "was read later belongs to a training that went another way."

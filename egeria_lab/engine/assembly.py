@@ -14,6 +14,7 @@ from egeria_lab.engine.front_cache import FrontCache
 from egeria_lab.engine.ranks import Ranks
 from egeria_lab.engine.rules import ScheduleRule
 from egeria_lab.engine.schedules import Schedule, split_by_layer
+from egeria_lab.engine.settler import Settler
 from egeria_lab.engine.sparsifying import Sparsifier
 from egeria_lab.engine.steering import Steering
 from egeria_lab.events import Event, SettingChanged
@@ -64,6 +65,9 @@ def make_steering(session: Any, park_state: str) -> Steering:
     steering = Steering(
         session.layers, freezer, session.policy, session.settings_book, session.schedule, session.events, session.rule
     )
+    if session.policy is not None and session.policy.settings.settle_epochs:
+        session.trainer.settler = steering.settler = Settler(session.layer_modules, lambda: float(session.epoch))
+        session.recorder.rate_factor = steering.settler.factor
     session.sieve.plan_with(session.budget, session._passes, lambda: int(session.steps_done))
     steering.handle(c.Extend, _extending(session))
     steering.owners["sieve"] = session.sieve.change

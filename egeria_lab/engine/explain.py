@@ -29,6 +29,12 @@ def explain_plasticity(layer: str, board: LayerBoard, policy: PlasticityPolicy, 
             f"{policy.settings.bootstrap_change:.0%} between two windows of {policy.settings.window} "
             f"readings (now {change}) and {epochs:g} epoch{'s are' if epochs != 1 else ' is'} done{low}"
         )
+    begun = policy.settling.begun.get(layer)
+    if begun is not None:
+        return (
+            f"it settles since epoch {begun.passes:.1f}: trained less and less over {policy.settings.settle_epochs:g} "
+            "epochs, then it freezes"
+        )
     front = board.names[board.prefix_length]
     turn = "" if front == layer else f", and {front} before it has to freeze first"
     return _numbers(layer, policy, latest.get(layer)) + turn

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from egeria_lab.algorithms.costs import StepFlops
-from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import PlasticityPolicy
 from egeria_lab.algorithms.guard import Guard
 from egeria_lab.algorithms.layers import LayerModules
 from egeria_lab.algorithms.plasticity import Reading

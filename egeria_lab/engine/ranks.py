@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from egeria_lab import commands as c
-from egeria_lab.algorithms.freeze_policy import Decision
+from egeria_lab.algorithms.decision import Decision
 from egeria_lab.data.loaders import Batch
 from egeria_lab.distributed.gradients import GradientExchange, running_statistics, set_statistics
 from egeria_lab.distributed.group import FollowingEndedError, Group

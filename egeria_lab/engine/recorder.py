@@ -99,6 +99,7 @@ class Recorder:
         self._full_saved_by_layer: list[int] = []
         self._boundary_bytes: list[int] = []
         self._newest_set: tuple[str, ...] | None = None
+        self.rate_factor: Callable[[str], float] = lambda layer: 1.0  # less where a layer settles
         self._epoch = EpochTotals()
         self._samples = 0
         self._elapsed = 0.0
@@ -290,7 +291,8 @@ class Recorder:
         rates = {id(p): float(group["lr"]) for group in self.trainer.optimizer.param_groups for p in group["params"]}
         for index, layer in enumerate(self.layers):
             rate = next((rates[id(p)] for p in layer.parameters if id(p) in rates), None)
-            self.history.rates.append(step=step, layer=index, learning_rate=rate)
+            factor = self.rate_factor(layer.name)
+            self.history.rates.append(step=step, layer=index, learning_rate=None if rate is None else factor * rate)
 
     def _append_savings(self, step: int) -> None:
         book = self.book

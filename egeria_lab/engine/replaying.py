@@ -22,17 +22,20 @@ from egeria_lab.events import (
     FreezeBlocked,
     LayerFrozen,
     LayerPinned,
+    LayerSettling,
     LayerThawed,
     LayerUnpinned,
     MaskUpdated,
     ReferenceRefreshed,
     SamplesSieved,
     SettingChanged,
+    SettlingEnded,
 )
 
 COMPARED = (
     BatchSkipped, BootstrapFinished, CommandRejected, EpochFinished, FreezeBlocked, LayerFrozen, LayerPinned,
-    LayerThawed, LayerUnpinned, MaskUpdated, ReferenceRefreshed, SamplesSieved, SettingChanged,
+    LayerSettling, LayerThawed, LayerUnpinned, MaskUpdated, ReferenceRefreshed, SamplesSieved, SettingChanged,
+    SettlingEnded,
 )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from egeria_lab.algorithms.costs import StepFlops
-from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm, GradientNormPolicy
 from egeria_lab.algorithms.layers import LayerModules

@@ -119,6 +119,7 @@ def parts_of(session: Any) -> dict[str, Stateful]:
         "settings": session.settings_book,
         **getattr(session, "parts", {}),
         "masks": session.sparse,
+        "settler": session._steering.settler,
         "sieve": session.sieve,
         "budget": session.budget,
         "source": session._train_source,

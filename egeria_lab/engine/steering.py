@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from egeria_lab import commands as c
-from egeria_lab.algorithms.freeze_policy import Decision, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import PlasticityPolicy
 from egeria_lab.algorithms.freezing import Freezer
 from egeria_lab.config import LEARNING_RATE, Settings
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.rules import Rule
 from egeria_lab.engine.schedules import Schedule
-from egeria_lab.errors import EgeriaLabError, unknown_name
+from egeria_lab.engine.settler import Settler
+from egeria_lab.errors import EgeriaLabError, InvalidSettingError, unknown_name
 from egeria_lab.events import (
     CommandRejected,
     Event,
@@ -20,9 +22,11 @@ from egeria_lab.events import (
     FreezeBlocked,
     LayerFrozen,
     LayerPinned,
+    LayerSettling,
     LayerThawed,
     LayerUnpinned,
     SettingChanged,
+    SettlingEnded,
 )
 
 
@@ -40,6 +44,7 @@ class Steering:
 
     Attributes:
         owners: prefix → who takes other settings, where it is not the freezing rule; may refuse them.
+        settler: trains layers less and less, for a rule that wants it.
         on_freezing: told layer and step right before a layer freezes.
         on_thawed: told the layer right after it was thawed.
     """
@@ -62,6 +67,7 @@ class Steering:
         self.events = events
         self.rule = rule
         self.owners: dict[str, Callable[[Any], None]] = {}
+        self.settler: Settler | None = None
         self.on_freezing: list[Callable[[str, int], None]] = []
         self.on_thawed: list[Callable[[str], None]] = []
         self._handlers: dict[type[c.Command], Callable[[Any, int], Event]] = {
@@ -112,14 +118,33 @@ class Steering:
                         slope=decision.slope, tolerance=decision.tolerance,
                     )
                 )  # fmt: skip
+            elif decision.action in ("settle", "unsettle"):
+                self._settle(decision, step)
             elif decision.action == "set":
                 command = c.Override(name=decision.layer, value=decision.value, by="rule")
                 self.events.append(self._override(command, step))
             else:
                 self._do_thaw(decision.layer, step, "rule", decision.reason)
+                if self.settler is not None:  # the rule begins anew
+                    self.settler.end_all()
                 self.events.append(LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason))
             if self.rule is not None:
                 self.rule.carried_out(decision)
+
+    def _settle(self, decision: Decision, step: int) -> None:
+        if self.settler is None:  # whoever has none has refused a rule that settles
+            raise InvalidSettingError("nothing here trains layers less and less: give Plasticity(settle_epochs=0).")
+        if decision.action == "unsettle":
+            self.settler.end(decision.layer)
+            self.events.append(SettlingEnded(step=step, by="rule", layer=decision.layer, reason=decision.reason))
+            return
+        self.settler.begin(decision.layer, decision.value or 0.0)
+        self.events.append(
+            LayerSettling(
+                step=step, by="rule", layer=decision.layer, epochs=decision.value or 0.0, reason=decision.reason,
+                slope=decision.slope, tolerance=decision.tolerance,
+            )
+        )  # fmt: skip
 
     def close(self, step: int) -> None:
         """Thaw everything for good."""
@@ -134,6 +159,8 @@ class Steering:
         for tell in self.on_freezing:
             tell(layer, step)
         self.freezer.freeze(layer)
+        if self.settler is not None:
+            self.settler.end(layer)
         row = self.board[layer]
         row.frozen = True
         row.set(step, reason, by)

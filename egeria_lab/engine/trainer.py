@@ -152,6 +152,7 @@ class Trainer:
         self.deterministic = deterministic
         self.forward_pass: Callable[[Batch, Any], tuple[Any, Any]] | None = None
         self.update_hooks: UpdateHooks | None = None
+        self.settler: UpdateHooks | None = None
         self.ranks: OtherRanks | None = None
         self.guards_gradients = False
         self.sample_weights: Callable[[Tensor], Tensor | None] | None = None
@@ -382,6 +383,8 @@ class Trainer:
             scaler.unscale_(self.optimizer)
         if self.update_hooks is not None:
             self.update_hooks.after_backward()
+        if self.settler is not None:
+            self.settler.after_backward()
         if self.guards_gradients and scaler is None:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = float(nn.utils.get_total_norm(gradients))
@@ -391,6 +394,8 @@ class Trainer:
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], self.max_grad_norm)
         self.watch.step(self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer))
+        if self.settler is not None:
+            self.settler.after_step()  # before masks: what is under one stays zero
         if scaler is not None:
             scaler.update()
         if self.update_hooks is not None:

@@ -21,11 +21,13 @@ from egeria_lab.events import (
     EventLog,
     LayerFrozen,
     LayerPinned,
+    LayerSettling,
     LayerThawed,
     LayerUnpinned,
     ReadingSkipped,
     ReferenceRefreshed,
     SettingChanged,
+    SettlingEnded,
 )
 from egeria_lab.history import Array, History
 
@@ -35,6 +37,8 @@ _ACTIONS: dict[type[Event], str] = {
     LayerPinned: "pin",
     LayerUnpinned: "unpin",
     SettingChanged: "set",
+    LayerSettling: "settle",
+    SettlingEnded: "unsettle",
 }
 
 
@@ -171,6 +175,8 @@ def _acts(happened: Sequence[Event]) -> tuple[Act, ...]:
             continue
         fields: dict[str, Any] = {"step": event.step, "action": action, "by": event.by}
         fields |= {"layer": getattr(event, "layer", None), "reason": getattr(event, "reason", "")}
+        if isinstance(event, LayerSettling):
+            fields["value"] = event.epochs
         if isinstance(event, SettingChanged):
             prefix, _, name = event.name.partition(".")
             if prefix != Plasticity.prefix:

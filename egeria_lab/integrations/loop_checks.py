@@ -141,6 +141,11 @@ def check_plan(freeze: Any, sieve: Any, steps_per_epoch: Any, total_steps: Any, 
         raise InvalidSettingError(
             "Plasticity begins after the first pass over the data: give example=loader, or steps_per_epoch=."
         )
+    if isinstance(freeze, Plasticity) and freeze.settle_epochs:
+        raise InvalidSettingError(
+            f"settle_epochs={freeze.settle_epochs:g} trains layers less and less, and in a loop of your own the "
+            "updates are yours; choose Plasticity(settle_epochs=0)."
+        )
     if isinstance(freeze, Schedule):
         if total_steps is None:
             raise InvalidSettingError("a Schedule freezes at shares of the training: give total_steps=.")

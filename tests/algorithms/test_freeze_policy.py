@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from egeria_lab.algorithms.freeze_policy import RELAXED_FLOOR, Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import RELAXED_FLOOR, Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.plasticity import Reading
 from egeria_lab.algorithms.thaw_rules import LearningRates, never_thaw, thaw_on_lr_drop
 from egeria_lab.errors import InvalidSettingError, UnknownNameError

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from egeria_lab.algorithms.decision import Decision
 from egeria_lab.algorithms.freeze_plans import NEVER
-from egeria_lab.algorithms.freeze_policy import Decision
 from egeria_lab.algorithms.schedule_policy import SchedulePolicy
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from egeria_lab.algorithms.costs import StepFlops
-from egeria_lab.algorithms.freeze_policy import Decision, Plasticity, PlasticityPolicy
+from egeria_lab.algorithms.decision import Decision
+from egeria_lab.algorithms.freeze_policy import Plasticity, PlasticityPolicy
 from egeria_lab.algorithms.guard import Guard
 from egeria_lab.algorithms.plasticity import PlasticityTrend, Reading
 from egeria_lab.algorithms.thaw_rules import LearningRates

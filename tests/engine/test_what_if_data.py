@@ -14,7 +14,7 @@ from egeria_lab.algorithms.what_if import what_if
 from egeria_lab.algorithms.what_if_record import RecordedRun, WhatIf
 from egeria_lab.engine.what_if_data import RunSource
 from egeria_lab.errors import InvalidSettingError
-from egeria_lab.events import FreezeBlocked, LayerFrozen, LayerThawed
+from egeria_lab.events import FreezeBlocked, LayerFrozen, LayerSettling, LayerThawed, SettlingEnded
 
 STEPS = 200
 EAGER: dict[str, Any] = {
@@ -71,7 +71,10 @@ def record(session: lab.Session) -> RecordedRun:
 
 
 def happened(session: lab.Session) -> Story:
-    words = {LayerFrozen: "freeze", LayerThawed: "thaw", FreezeBlocked: "blocked"}
+    words = {
+        LayerFrozen: "freeze", LayerThawed: "thaw", FreezeBlocked: "blocked", LayerSettling: "settle",
+        SettlingEnded: "unsettle",
+    }  # fmt: skip
     return [(e.step, words[type(e)], e.layer, e.reason, e.by) for e in session.events.of(*words)]  # type: ignore[attr-defined,index]
 
 
@@ -110,6 +113,9 @@ HAND: tuple[tuple[int, Act], ...] = (
         {"scheduler": "cosine"},
         {"scheduler": "cosine", "settings": {"bootstrap_rate": 0.8}},
         {"acts": HAND},
+        {"settings": {"settle_epochs": 2.0}},
+        {"settings": {"settle_epochs": 1.5, "freeze_together": True}, "acts": HAND},
+        {"settings": {"settle_epochs": 1.0}, "scheduler": drops, "scheduler_every": "step"},
     ],
     ids=lambda options: str(sorted(options) or "plain"),
 )
@@ -147,6 +153,10 @@ def test_these_runs_thaw_by_the_rate_and_by_the_guard(train: Train) -> None:
         ({}, {"freeze_together": True}),
         ({}, {"monitor_budget": 0.02}),
         ({"refresh_on_freeze": False}, {"tolerance": 0.9}),
+        ({"tolerance": 0}, {"tolerance": 0.6, "settle_epochs": 2.0}),
+        ({}, {"settle_epochs": 1.0}),
+        ({"settle_epochs": 1.0}, {"settle_epochs": 2.0}),
+        ({"settle_epochs": 1.0}, {"settle_epochs": 0.0}),
     ],
     ids=str,
 )
@@ -157,7 +167,8 @@ def test_up_to_the_first_difference_it_says_what_a_real_run_does(
     real = happened(train(settings={**recorded, **asked}))
     assert answer.exact_until is not None
     assert told(answer, answer.exact_until) == [h for h in real if h[0] <= answer.exact_until]
-    first = min(step for step, action, *_ in [*real, *happened(train(settings=recorded))] if action == "freeze")
+    both = [*real, *happened(train(settings=recorded))]
+    first = min(step for step, action, *_ in both if action in ("freeze", "settle"))
     assert answer.exact_until >= first  # the claim holds to the first freeze at least
 
 

@@ -1,0 +1,214 @@
+"""Layers that settle: how much of each update is left, what stops it, and that nothing of it is lost or left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import egeria_lab as lab
+from egeria_lab.algorithms.settling import settling_factor
+from egeria_lab.errors import InvalidSettingError
+from egeria_lab.events import LayerFrozen, LayerSettling, LayerThawed, SettlingEnded
+from egeria_lab.integrations.loop import LoopFreezer
+
+RULE: dict[str, Any] = {
+    "interval_steps": 2, "window": 3, "patience": 2, "tolerance": 0.6, "bootstrap_change": 0.5,
+    "monitor_budget": 1.0, "reference": "fp32", "settle_epochs": 2.0,
+}  # fmt: skip
+PER_EPOCH = 23
+Make = Callable[..., lab.Session]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[lab.Session] = []
+
+    def session(rule: dict[str, Any] | None = None, **more: Any) -> lab.Session:
+        torch.set_num_threads(1)
+        model = lab.models.build("mlp", input_shape=(1, 8, 8), num_classes=10, seed=0, hidden=(16,) * 5)
+        freeze = lab.Plasticity(**{**RULE, **(rule or {})})
+        keywords = {"epochs": 20, "batch_size": 64, "lr": 0.05, "scheduler": "constant", "freeze": freeze, **more}
+        made.append(lab.Session(model, "digits", **keywords))
+        return made[-1]
+
+    yield session
+    for one in made:
+        one.close()
+
+
+def until_it_settles(session: lab.Session) -> str:
+    while not session.events.of(LayerSettling):
+        session.step()
+    (event,) = session.events.of(LayerSettling)
+    assert isinstance(event, LayerSettling)
+    return event.layer
+
+
+def weights(session: lab.Session, layer: str) -> list[torch.Tensor]:
+    found = next(one for one in session.layer_modules if one.name == layer)
+    return [parameter.detach().clone() for parameter in found.parameters]
+
+
+def test_a_layer_settles_for_so_many_passes_and_then_freezes(make: Make) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    begun = session.steps_done
+    assert layer == "layers.0"
+    assert layer not in session.layers.frozen
+    assert "settles since epoch" in session.explain(layer)
+    while layer not in session.layers.frozen:
+        session.step()
+    assert 0 <= session.steps_done - begun - 2 * PER_EPOCH < 2 + RULE["interval_steps"]
+    frozen = session.events.of(LayerFrozen)[0]
+    assert isinstance(frozen, LayerFrozen)
+    assert "settled since epoch" in frozen.reason
+    assert frozen.slope is not None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_of_each_update_the_half_cosine_is_left(make: Make, optimizer: str) -> None:
+    """Beside the same run that does not settle: one step further, its update is the whole of which this is a part."""
+    session = make(optimizer=optimizer, lr=0.01)
+    layer = until_it_settles(session)
+    session.step(PER_EPOCH)
+    whole = session.fork()
+    whole._steering.settler.end_all()  # type: ignore[union-attr]
+    before, epoch = weights(session, layer), session.epoch
+    head = session.layers.names[-1]  # it never settles
+    others = weights(session, head)
+    session.step()
+    whole.step()
+    start = session.policy.settling.begun[layer].passes  # type: ignore[union-attr]
+    left = settling_factor((epoch - start) / 2.0)
+    assert 0.3 < left < 0.7
+    for old, mine, full in zip(before, weights(session, layer), weights(whole, layer), strict=True):
+        assert not torch.equal(old, full)
+        torch.testing.assert_close(mine - old, left * (full - old), rtol=1e-3, atol=1e-7)
+    for old, mine, full in zip(others, weights(session, head), weights(whole, head), strict=True):
+        assert torch.equal(mine, full)  # nothing else is touched
+        assert not torch.equal(old, mine)
+    assert session.history.rates.rows()["learning_rate"][0] == pytest.approx(0.01)
+    whole.close()
+
+
+def test_at_the_end_it_stands_still_before_it_freezes(make: Make) -> None:
+    session = make({"interval_steps": 10})
+    layer = until_it_settles(session)
+    session.step(2 * PER_EPOCH)
+    before = weights(session, layer)
+    session.step()
+    assert layer not in session.layers.frozen
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(session, layer), strict=True))
+
+
+def test_a_pin_ends_it_and_the_layer_trains_as_before(make: Make) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    session.step(PER_EPOCH)
+    session.pin(layer)
+    session.step(2 * RULE["interval_steps"])
+    (ended,) = session.events.of(SettlingEnded)
+    assert isinstance(ended, SettlingEnded)
+    assert (ended.layer, ended.reason) == (layer, "it is pinned")
+    assert session._steering.settler.factor(layer) == 1.0  # type: ignore[union-attr]
+    session.step(3 * PER_EPOCH)
+    assert layer not in session.layers.frozen
+
+
+def test_a_thaw_by_hand_in_front_ends_it_front_to_back_holds(make: Make) -> None:
+    session = make()
+    while len(session.events.of(LayerSettling)) < 2:
+        session.step()
+    first, second = (event.layer for event in session.events.of(LayerSettling)[:2])  # type: ignore[attr-defined]
+    session.freeze(first)
+    session.step(RULE["interval_steps"])
+    assert second in session.policy.settling.begun  # type: ignore[union-attr]
+    session.thaw(first)
+    session.step(2 * RULE["interval_steps"])
+    assert second not in session.policy.settling.begun  # type: ignore[union-attr]
+    assert session.events.of(SettlingEnded)[0].layer == second  # type: ignore[attr-defined]
+
+
+def test_a_thaw_by_the_rule_ends_all_of_it(make: Make) -> None:
+    now: list[str] = []
+    session = make({"thaw": lambda rates: now[0] if now else None})
+    while not (session.layers.frozen and session.policy.settling.begun):  # type: ignore[union-attr]
+        session.step()
+    now.append("asked for by a test")
+    session.step()
+    now.clear()
+    assert session.events.of(LayerThawed)
+    settler = session._steering.settler
+    assert settler is not None
+    assert not session.policy.settling.begun  # type: ignore[union-attr]
+    assert all(settler.factor(layer) == 1.0 for layer in session.layers.names)
+
+
+def test_saved_and_resumed_in_the_middle_it_goes_on_to_the_bit(make: Make, tmp_path: Path) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    session.step(PER_EPOCH)
+    session.save(tmp_path / "middle.ckpt")
+    session.step(2 * PER_EPOCH)
+    model = lab.models.build("mlp", input_shape=(1, 8, 8), num_classes=10, seed=5, hidden=(16,) * 5)
+    other = lab.Session.load(tmp_path / "middle.ckpt", model=model, data="digits")
+    other.step(2 * PER_EPOCH)
+    assert session.layers.frozen == other.layers.frozen
+    assert layer in other.layers.frozen
+    for name in session.layers.names:
+        assert all(torch.equal(a, b) for a, b in zip(weights(session, name), weights(other, name), strict=True))
+    kinds = (LayerSettling, LayerFrozen, SettlingEnded)
+    assert session.events.of(*kinds) == other.events.of(*kinds)
+    other.close()
+
+
+def test_undo_goes_back_into_the_middle_of_it(make: Make) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    session.step(PER_EPOCH)
+    expected = session.fork()
+    expected.step(5)
+    session.freeze(layer)
+    session.step(3)
+    session.undo()
+    session.step(5 - (session.steps_done - expected.steps_done + 5))
+    assert session.steps_done == expected.steps_done
+    for name in session.layers.names:
+        assert all(torch.equal(a, b) for a, b in zip(weights(session, name), weights(expected, name), strict=True))
+    expected.close()
+
+
+def test_with_masks_nothing_under_one_is_ever_moved(make: Make) -> None:
+    session = make(sparsity=lab.MEST(sparsity=0.8))
+    layer = until_it_settles(session)
+    assert session.sparse is not None
+    masks = session.sparse.masks.masks
+    parameters = dict(session.model.named_parameters())
+    mine = [name for name in masks if name.startswith(f"{layer}.")]
+    assert mine
+    for _ in range(2 * PER_EPOCH):
+        session.step()
+        assert all(not parameters[name][~masks[name]].any() for name in mine)
+
+
+def test_without_it_no_step_is_looked_at(make: Make) -> None:
+    session = make({"settle_epochs": 0.0})
+    session.step(120)
+    assert session.layers.frozen
+    assert session.trainer.settler is None
+    assert not session.events.of(LayerSettling)
+
+
+def test_bad_values_and_loops_of_ones_own_are_refused() -> None:
+    with pytest.raises(InvalidSettingError, match=r"settle_epochs must be a number >= 0, got -1"):
+        lab.Plasticity(settle_epochs=-1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidSettingError, match="settle_epochs"):
+        LoopFreezer(
+            model, optimizer, freeze=lab.Plasticity(settle_epochs=1.0), example=torch.zeros(2, 4), steps_per_epoch=5
+        )
