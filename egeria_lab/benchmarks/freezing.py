@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,7 +41,11 @@ Pair = NDArray[np.float64]
 
 TURNS = 40
 """Into so many parts each training is cut, so that all ways run side by side."""
-RULE = Plasticity(interval_steps=5, window=6, patience=4, tolerance=0.3, refresh_on_freeze=False, freeze_together=True)
+RULE = Plasticity(
+    interval_steps=5, window=6, patience=3, tolerance=0.6, refresh_on_freeze=False, freeze_together=True, thaw="never"
+)
+"""Freezes at once. It shows what settling is for; the other ways with plasticity settle for a sixth of their plan."""
+SETTLE_SHARE = 1 / 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ TASKS = {
 }
 QUICK_TASK = Task("resnet8", "fashion-mini", 4, {"scheduler": "step"})
 
+AT_ONCE = "plasticity + cache, without settling"
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "fixed list": {},  # the front half of the layers, from half of training on: named once the model is there
@@ -84,6 +89,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "loss sieve (InfoBatch)": {"sieve": LossSieve()},
     "random sieve 20 %": {"sieve": RandomSieve(fraction=0.2)},
     "circulant sieve 20 %": {"sieve": CirculantSieve(fraction=0.2)},
+    AT_ONCE: {"freeze": RULE, "cache": ActivationCache()},
     "plasticity": {"freeze": RULE},
     "plasticity + cache": {"freeze": RULE, "cache": ActivationCache()},
     "SpFDE 25 + 25": presets.spfde(),
@@ -168,7 +174,10 @@ def side_by_side(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]
 
 def _keywords(task: Task, way: str, source: Data) -> dict[str, Any]:
     if way != "fixed list":
-        return WAYS.get(way, {})
+        keywords = WAYS.get(way, {})
+        if keywords.get("freeze") is RULE and way != AT_ONCE:
+            keywords = {**keywords, "freeze": replace(RULE, settle_epochs=SETTLE_SHARE * task.epochs)}
+        return keywords
     session = Session(task.model, source, freeze=None, undo_bytes=0, **task.keywords)
     front = session.layers.names[: len(session.layers) // 2]
     session.close()

@@ -29,13 +29,21 @@ def test_losses_are_those_of_one_process_up_to_the_order_of_sums(everything: dic
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_event_comes_at_the_same_step_on_every_rank(everything: dict[int, Seen], size: int) -> None:
-    kinds = ("LayerFrozen", "LayerThawed", "SettingChanged", "SamplesSieved", "SamplesDiscarded", "MaskUpdated")
+    kinds = (
+        "LayerFrozen",
+        "LayerThawed",
+        "LayerSettling",
+        "SettingChanged",
+        "SamplesSieved",
+        "SamplesDiscarded",
+        "MaskUpdated",
+    )
 
     def told(seen: dict[str, Any]) -> list[str]:
         return [event for event in seen["events"] if event.split()[1] in kinds]
 
     expected = told(everything[1][0])
-    assert {event.split()[1] for event in expected} >= set(kinds[:5])
+    assert {event.split()[1] for event in expected} >= set(kinds[:6])
     assert sum("LayerFrozen" in event for event in expected) >= 2  # by hand, and by the rule
     for seen in everything[size]:
         assert told(seen) == expected

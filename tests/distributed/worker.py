@@ -45,7 +45,9 @@ def everything(seen: dict[str, Any]) -> None:
     """Rule, sieve, masks, and commands by hand, over 100 steps."""
     session = lab.Session(
         "mlp", "digits", epochs=8, batch_size=60, save_every_minutes=None,
-        freeze=lab.Plasticity(interval_steps=3, window=4, patience=2, tolerance=0.9, bootstrap_change=5.0),
+        freeze=lab.Plasticity(
+            interval_steps=3, window=4, patience=2, tolerance=0.9, bootstrap_change=5.0, settle_epochs=0.5
+        ),
         sieve=lab.CirculantSieve(fraction=0.2, interval_epochs=1), sparsity=lab.MEST(sparsity=0.5, interval_epochs=1),
         device="cpu",
     )  # fmt: skip
