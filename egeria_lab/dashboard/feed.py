@@ -242,6 +242,7 @@ class Feed:
             "device": str(session.device),
             "text": status_line(session, frozen, len(layers)),
             "error": "" if session.error is None else _first_line(session.error),
+            "lacks": list(getattr(session, "lacks", ())),
             **undo_state(session.undo_ring),
         }
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from egeria_lab import commands as c
 from egeria_lab.algorithms.ledger import Ledger
@@ -60,6 +60,9 @@ class ClusterSession(SteeringCalls):
         self.commands.on_put(self._awake.set)
         self._thread = threading.Thread(target=self._follow, name="egeria-lab-cluster", daemon=True)
         self._thread.start()
+
+    lacks: ClassVar[tuple[str, ...]] = ("attribution", "fork")
+    """What a dashboard does not offer: the model is elsewhere."""
 
     # --- driving ---------------------------------------------------------------------------------------
 

@@ -95,6 +95,18 @@ def test_a_plain_run_shows_neither_samples_nor_sparsity_until_one_is_discarded(n
     assert "sparsity" not in shown(book)
 
 
+def test_what_a_session_cannot_do_is_not_offered(notebook: Open) -> None:
+    plain = BUILD.split("    sieve=")[0] + ")\nsession.lacks = ('attribution', 'fork')\nsession.dashboard()\n"
+    book = notebook(plain, "session.run(20, progress=False)")
+    book.run_all()
+    assert book.errors() == []
+    points(book, "loss", 10)
+    book.dashboard.locator(".egl-tuner").wait_for()
+    assert "whatif" in shown(book)
+    assert "attribution" not in shown(book)
+    assert not book.dashboard.get_by_role("button", name="train a fork").is_visible()
+
+
 def test_discard_restore_what_if_axes_and_run_buttons_do_what_they_say(notebook: Open, screenshots: Path) -> None:
     long = BUILD.replace("epochs=14", "epochs=400")
     book = notebook(long, "session.start()", width=1500, height=2400)

@@ -24,6 +24,10 @@ class AttributionView {
       this.line, make("div", { class: "egl-attribution-found" }, this.items, this.flow), this.key);
   }
 
+  get applies() {
+    return !this.context.lacks("attribution");
+  }
+
   // Another panel chose a sample: take its id and ask.
   choose(id) {
     this.ids.value = this.context.choices.attribution.ids = String(id);

@@ -44,6 +44,11 @@ class Page {
     return this.model.get("layers") || [];
   }
 
+  // Some sessions, such as one on a cluster, cannot do everything: what they lack is not offered.
+  lacks(what) {
+    return (this.model.get("status")?.lacks || []).includes(what);
+  }
+
   build() {
     this.root.className = "egl";
     // Keys that work our controls must not also move the notebook's selection.

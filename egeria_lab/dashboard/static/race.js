@@ -17,7 +17,8 @@ class RaceView {
     this.key = make("div", { class: "egl-legend egl-key" });
     this.verdict = make("p", { class: "egl-why" });
     this.chart.append(this.key, this.verdict);
-    box.append(make("div", { class: "egl-race" }, make("label", { for: id }, "Try it in earnest, for"), this.steps, make("span", {}, "steps"), this.button, this.line), this.chart);
+    this.node = make("div", { class: "egl-race" }, make("label", { for: id }, "Try it in earnest, for"), this.steps, make("span", {}, "steps"), this.button, this.line);
+    box.append(this.node, this.chart);
   }
 
   get state() {
@@ -37,6 +38,7 @@ class RaceView {
 
   draw() {
     const { state, trains } = this, { offline } = this.context;
+    this.node.hidden = this.context.lacks("fork");
     setText(this.button, trains ? "stop" : "train a fork");
     this.button.title = trains ? "End the fork at its next step, and pause the run if it was started for this"
       : "Fork the run from this step, give the fork these settings, and train both; the fork is closed at the end";
