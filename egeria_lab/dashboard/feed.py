@@ -29,10 +29,12 @@ from egeria_lab.events import (
     FreezeBlocked,
     LayerFrozen,
     LayerPinned,
+    LayerSettling,
     LayerThawed,
     LayerUnpinned,
     ReferenceRefreshed,
     SettingChanged,
+    SettlingEnded,
 )
 from egeria_lab.history import Array, Table
 from egeria_lab.tables import percent
@@ -44,6 +46,8 @@ LANE_KINDS = {
     LayerUnpinned: 3,
     ReferenceRefreshed: 4,
     SettingChanged: 5,
+    LayerSettling: 6,
+    SettlingEnded: 7,
 }
 """The events that the timeline draws, and their code in the column ``kind``."""
 

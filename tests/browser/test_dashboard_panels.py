@@ -107,6 +107,18 @@ def test_what_a_session_cannot_do_is_not_offered(notebook: Open) -> None:
     assert not book.dashboard.get_by_role("button", name="train a fork").is_visible()
 
 
+def test_a_layer_that_settles_has_a_bar_of_its_own(notebook: Open) -> None:
+    plain = BUILD.split("    sieve=")[0] + ")\nsession.dashboard()\n"
+    book = notebook(plain, "session.run(20, progress=False)")
+    book.run_all()
+    assert book.errors() == []
+    assert book.dashboard.locator(".egl-settles").count() == 0
+    event = "lab.events.LayerSettling(step=5, by='rule', layer='layers.0', epochs=2.0, reason='stable')"
+    book.ask(f"session.events.append({event})")
+    book.dashboard.locator('.egl-settles[data-tip*="settles, trained less and less"]').wait_for()
+    book.dashboard.get_by_text("layers.0 settles over 2 epochs, then it freezes: stable").wait_for()
+
+
 def test_discard_restore_what_if_axes_and_run_buttons_do_what_they_say(notebook: Open, screenshots: Path) -> None:
     long = BUILD.replace("epochs=14", "epochs=400")
     book = notebook(long, "session.start()", width=1500, height=2400)

@@ -1,6 +1,6 @@
 // The freeze timeline: a lane a layer, its buttons beside it. Plain SVG: sixty lanes cost less than one chart.
 
-const FROZEN = 0, THAWED = 1, PINNED = 2, UNPINNED = 3, REFRESHED = 4;
+const FROZEN = 0, THAWED = 1, PINNED = 2, UNPINNED = 3, REFRESHED = 4, MOVED = 5, SETTLING = 6, SETTLING_ENDED = 7;
 
 // The upright lines and the numbers of an x axis in plain SVG.
 const gridLines = (place, end, height) =>
@@ -50,7 +50,7 @@ class TimelineView {
       `<svg width="${width}" height="${height}" role="figure" aria-label="When each layer was trained, frozen or pinned">` +
       `${this.hatch()}${this.gridLines(place, axis.end, height)}${this.bars(story, at)}</svg>`;
     this.drawAxis(story, at, place, axis.end, width);
-    this.drawKey();
+    this.drawKey(story.marks.some((mark) => mark.kind === SETTLING));
   }
 
   build() {
@@ -114,6 +114,17 @@ class TimelineView {
       marks.push({ layer, kind, step, byHand, note });
       const state = open[layer];
       if (!state) continue;
+      if (kind === FROZEN || kind === SETTLING_ENDED) {
+        close(state.settling, step);
+        state.settling = null;
+      }
+      if (kind === SETTLING) state.settling = { layer, from: step, settling: true, note };
+      else if (kind === THAWED && !byHand) { // the rule begins anew, with all layers
+        for (const other of open) {
+          close(other.settling, step);
+          other.settling = null;
+        }
+      }
       if (kind === FROZEN) {
         close(state.frozen, step);
         state.frozen = { layer, from: step, frozen: true, byHand, note };
@@ -124,7 +135,7 @@ class TimelineView {
         state[which] = null;
       }
     }
-    open.forEach((state) => [state.frozen, state.pinned].forEach((span) => close(span, data.lastStep)));
+    open.forEach((state) => [state.settling, state.frozen, state.pinned].forEach((span) => close(span, data.lastStep)));
     return { spans, marks, pinned: open.map((state, i) => Boolean(state.pinned) || layers[i].state === "pinned") };
   }
 
@@ -142,7 +153,9 @@ class TimelineView {
         out.push(`<rect class="egl-bar" data-kind="${span.byHand ? "hand" : "rule"}" data-lane="${escapeHtml(name)}" x="${x}" y="${y - thick / 2}" width="${width}" height="${thick}" rx="3" ` +
           `fill="${span.byHand ? `url(#egl-hatch-${this.context.id})` : theme.rule}" stroke="${span.byHand ? theme.hand : theme.rule}" ${tip(`${name}: frozen ${who}, ${stretch}\n${span.note}`)}/>`);
       } else {
-        out.push(`<rect x="${x}" y="${y + thick / 2}" width="${width}" height="3" fill="${theme.pin}" ${tip(`${name}: pinned, ${stretch}`)}/>`);
+        const look = span.settling ? `class="egl-settles" y="${y - thick / 4}" height="${thick / 2}" fill="${theme.rule}" fill-opacity="0.4"` : `y="${y + thick / 2}" height="3" fill="${theme.pin}"`;
+        const words = span.settling ? `${name}: settles, trained less and less, ${stretch}\n${span.note}` : `${name}: pinned, ${stretch}`;
+        out.push(`<rect x="${x}" width="${width}" ${look} ${tip(words)}/>`);
       }
     }
     for (const mark of marks) {
@@ -172,19 +185,21 @@ class TimelineView {
   // Below the lanes, always in sight: what concerns the whole run, and the steps.
   drawAxis({ marks }, at, place, end, width) {
     const labels = axisLabels(place, end, width, 34);
-    const moments = marks.filter((mark) => mark.kind >= REFRESHED).map((mark) => this.markAt(mark, at(mark.step), 10));
+    const moments = marks.filter((mark) => mark.kind === REFRESHED || mark.kind === MOVED).map((mark) => this.markAt(mark, at(mark.step), 10));
     this.axis.firstChild.style.width = `${this.labels.offsetWidth}px`;
     this.axis.lastChild.innerHTML = `<svg width="${width}" height="40">${this.gridLines(place, end, 20)}${moments.join("")}${labels}</svg>`;
   }
 
-  drawKey() {
+  drawKey(settles) {
     const { theme } = this.context;
-    if (this.keyTheme === theme) return;
+    if (this.keyTheme === theme && this.keySettles === settles) return;
     this.keyTheme = theme;
+    this.keySettles = settles;
     const entry = (glyph, colour, text) => make("span", {}, make("span", { class: "egl-glyph", style: `color:${colour}` }, glyph), text);
     this.key.replaceChildren(
       entry("◆", theme.rule, "frozen by the rule"), entry("◇", theme.hand, "frozen by hand (hatched)"), entry("○", theme.thaw, "thawed"),
       entry("■", theme.pin, "pinned"), entry("▲", theme.muted, "new reference"), entry("◇", theme.hand, "setting moved"),
+      ...(settles ? [entry("▬", theme.rule, "settling")] : []),
     );
   }
 
