@@ -30,7 +30,6 @@ QUIET_SECONDS = 2.0  # an unanswered frame this old: slow down to one a second
 GONE_SECONDS = 120.0  # no answer for this long (a cell may be keeping the kernel): say nothing until the page speaks
 HELLO_SECONDS = 1.5  # a page that was told to show a view says hello by then, if the kernel can hear it
 PLOTLY_AT = (0.0, 3.0, 9.0)  # after that, plotly.js is sent unasked: a slow page may not be there yet
-ASSUMED = "a view that could not say hello"
 RACE_SECONDS = 2.0
 SETTLE_SECONDS = 2.0  # after a run event the state may follow a moment later: look again until then
 RESTING = ("idle", "paused", "stopped", "finished", "failed")
@@ -156,7 +155,7 @@ class Publisher:
         resting = self._come_to_rest(now)
         if not self._looked_at(now):
             if self._full_due:
-                self._send_frame(now)  # a hidden page asked: answer once
+                self._send_frame(now)  # a hidden page asked, or one that is not heard: answer once
             return None if resting and self._shown_at is None and not self._race_goes_on() else 0.25
         due = self._sent_at + self._interval(now)
         if self._full_due or (now >= due and self._may_send(now)):
@@ -170,21 +169,16 @@ class Publisher:
         if waited < 0:
             return
         if waited > GONE_SECONDS:
-            self._forget_assumed()
+            self._shown_at = None
             return
-        self._views.setdefault(ASSUMED, View())
         self._unanswered_since = now
         self._full_due = self._full_due or now >= self._sent_at + 1  # nobody knows which one it got
         if self._plotly_at and waited >= self._plotly_at[0]:
             del self._plotly_at[0]
             self._plotly_due = True
 
-    def _forget_assumed(self) -> None:
-        self._shown_at = None
-        self._views.pop(ASSUMED, None)
-
     def _read(self, message: Message, now: float) -> None:
-        self._forget_assumed()  # the kernel hears
+        self._shown_at = None  # the kernel hears
         kind, name = message.get("kind"), str(message.get("view", ""))
         if kind == "bye":
             self._views.pop(name, None)
