@@ -221,7 +221,7 @@ class PlasticityPolicy:
         return self._trends[layer].stable
 
     def observe(self, loss: float, learning_rate: float, frozen: Sequence[str]) -> list[Decision]:
-        """Take in one finished step; answers with thaws when the thaw rule asks for them."""
+        """Take in one finished step; when the thaw rule asks for it, thaw all layers and let none settle any more."""
         self._interval_losses.append(loss)
         self.saw_rate(learning_rate)
         before = self._rate if self._rate is not None else learning_rate
@@ -236,12 +236,18 @@ class PlasticityPolicy:
             stood_still=self._rate_age >= self.settings.interval_steps,
             smooth=self._rate_is_smooth,
         )
-        reason = self.settings.thaw_rule(rates) if frozen else None
+        reason = self.settings.thaw_rule(rates) if frozen or self.settling.begun else None
         self._rate_age = self._rate_age + 1 if learning_rate == before else 1
         self._rate = learning_rate
         if reason is None:
             return []
-        return [Decision(action="thaw", layer=name, reason=reason) for name in frozen]
+        return self.thaws(frozen, reason)
+
+    def thaws(self, frozen: Sequence[str], reason: str) -> list[Decision]:
+        """Thaw layers, and let none settle any more."""
+        return [
+            *(Decision(action="thaw", layer=name, reason=reason) for name in frozen), *self.settling.let_go(reason),
+        ]  # fmt: skip
 
     def saw_rate(self, learning_rate: float) -> None:
         """Note a learning rate, for `Plasticity.bootstrap_rate`."""
@@ -250,11 +256,10 @@ class PlasticityPolicy:
     def thawed(self) -> None:
         """Note that the thaw rule's decision was carried out: from now on criteria are relaxed."""
         self.relaxed = True
-        self.settling.begun.clear()
         self._rate_at_last_freeze = None
 
     def froze(self) -> None:
-        """Note that a layer was frozen at the current learning rate."""
+        """Note that a layer was frozen, or began to settle, at the current learning rate."""
         self._rate_at_last_freeze = self._rate
 
     def restart(self, layer: str | None = None) -> None:
@@ -285,7 +290,7 @@ class PlasticityPolicy:
         if self.bootstrapping:
             return self.judge(values, gone=frozen, pinned=pinned)
         epochs = self.settings.settle_epochs
-        settled = self.settling.look(frozen=frozen, pinned=pinned, passes=passes, epochs=epochs)
+        settled = self.settling.look(frozen=frozen, pinned=pinned, passes=passes)
         gone = [*frozen, *(one.layer for one in settled if one.action == "freeze"), *self.settling.begun]
         readings, verdicts = self.judge(values, gone=gone, pinned=pinned)
         if epochs:
@@ -410,7 +415,7 @@ class PlasticityPolicy:
         self._rate, self._rate_age = state["rate"], state["rate_age"]
         self._rate_is_smooth, self._rate_at_last_freeze = state["rate_is_smooth"], state["rate_at_last_freeze"]
         self._highest_rate = state.get("highest_rate", self._rate or 0.0)
-        self.settling.load_state_dict(state.get("settling", {}))
+        self.settling.load_state_dict(state.get("settling", {}) if self.settings.settle_epochs else {})
         self._blocked = {(layer, obstacle) for layer, obstacle in state["blocked"]}
 
     def set_tolerance(self, layer: str, tolerance: float) -> None:

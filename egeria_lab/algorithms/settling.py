@@ -34,10 +34,12 @@ class Begun:
 
     Attributes:
         passes: passes over the data when it began.
+        epochs: how many it takes.
         verdict: the decision to freeze it, which is carried out at the end.
     """
 
     passes: float
+    epochs: float
     verdict: Decision
 
 
@@ -51,9 +53,9 @@ class Settling:
         >>> settling = Settling(["a", "b"])
         >>> settling.begin(Decision(action="freeze", layer="a", reason="stable"), passes=3.0, epochs=2.0).action
         'settle'
-        >>> [settling.look(frozen=[], pinned=[], passes=p, epochs=2.0) for p in (4.0, 4.9)]
+        >>> [settling.look(frozen=[], pinned=[], passes=p) for p in (4.0, 4.9)]
         [[], []]
-        >>> [(d.action, d.reason) for d in settling.look(frozen=[], pinned=[], passes=5.0, epochs=2.0)]
+        >>> [(d.action, d.reason) for d in settling.look(frozen=[], pinned=[], passes=5.0)]
         [('freeze', 'stable; settled since epoch 3.0')]
     """
 
@@ -63,10 +65,16 @@ class Settling:
 
     def begin(self, verdict: Decision, *, passes: float, epochs: float) -> Decision:
         """Let a layer settle that is to be frozen; answers with what is done instead."""
-        self.begun[verdict.layer] = Begun(passes, verdict)
+        self.begun[verdict.layer] = Begun(passes, epochs, verdict)
         return replace(verdict, action="settle", value=epochs)
 
-    def look(self, *, frozen: Collection[str], pinned: Collection[str], passes: float, epochs: float) -> list[Decision]:
+    def let_go(self, why: str) -> list[Decision]:
+        """Let no layer settle any more; answers with what is done."""
+        found = [replace(begun.verdict, action="unsettle", reason=why) for begun in self.begun.values()]
+        self.begun.clear()
+        return found
+
+    def look(self, *, frozen: Collection[str], pinned: Collection[str], passes: float) -> list[Decision]:
         """Freeze what has settled, and let go what no longer may: pinned, or not next to the frozen front any more."""
         found: list[Decision] = []
         gone, is_whole = set(frozen), True  # whether all settling layers so far are frozen now
@@ -82,7 +90,7 @@ class Settling:
                     del self.begun[name]
                     continue
                 gone.add(name)
-                is_whole = is_whole and passes - begun.passes >= epochs - 1e-9
+                is_whole = is_whole and passes - begun.passes >= begun.epochs - 1e-9
                 if is_whole:
                     reason = f"{begun.verdict.reason}; settled since epoch {begun.passes:.1f}"
                     found.append(replace(begun.verdict, reason=reason))
@@ -91,8 +99,10 @@ class Settling:
 
     def state_dict(self) -> dict[str, Any]:
         """Who settles, as plain values."""
-        return {name: [begun.passes, asdict(begun.verdict)] for name, begun in self.begun.items()}
+        return {name: [begun.passes, begun.epochs, asdict(begun.verdict)] for name, begun in self.begun.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`."""
-        self.begun = {name: Begun(passes, Decision(**verdict)) for name, (passes, verdict) in state.items()}
+        self.begun = {
+            name: Begun(passes, epochs, Decision(**verdict)) for name, (passes, epochs, verdict) in state.items()
+        }

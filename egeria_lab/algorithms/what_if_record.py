@@ -121,7 +121,8 @@ class Happening:
 
     Attributes:
         step: finished steps when it would have happened.
-        action: ``"freeze"``, ``"thaw"`` or ``"blocked"`` (would freeze, but may not).
+        action: ``"freeze"``, ``"thaw"``, ``"settle"`` (is on its way to being frozen), ``"unsettle"`` or ``"blocked"``
+            (would freeze, but may not).
         layer: the layer.
         reason: one clause with the numbers.
         by: ``"rule"``, or who did it in the recorded run.
@@ -144,7 +145,7 @@ class WhatIf:
         layers: names of the layer modules, front to back.
         changes: the settings that were changed, by field of `Plasticity`.
         tolerances: own tolerances of layers that were asked for, or None for those of the recorded run.
-        happenings: what would have been frozen, thawed or blocked, in order.
+        happenings: what would have begun to settle, been frozen, thawed or blocked, in order.
         exact_until: the last step up to which, itself included, a real run with these settings would have done
             the same; None when that holds to the end of the record.
         why_inexact: why not beyond it, in one sentence; empty when exact to the end.
@@ -235,4 +236,7 @@ class WhatIf:
 
 
 _HEAD = ["step", "layer", "what", "by", "certainty", "why"]
-_WORDS = {"freeze": "freezes", "thaw": "thaws", "blocked": "would freeze, but may not"}
+_WORDS = {
+    "freeze": "freezes", "thaw": "thaws", "settle": "begins to settle", "unsettle": "settles no longer",
+    "blocked": "would freeze, but may not",
+}  # fmt: skip

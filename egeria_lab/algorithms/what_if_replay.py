@@ -104,7 +104,7 @@ class Replay:
         if not is_due:
             return
         decisions = self._evaluate(step)
-        head_only = set(self.run.layers) - set(self._by) == {self.run.layers[-1]}  # then a run reads nothing
+        head_only = self._front in (None, self.run.layers[-1])  # then a run reads nothing
         if not head_only and not any(decision.action == "freeze" for decision in decisions):
             self.reader.ask(step, self.policy.settings)
 
@@ -120,7 +120,7 @@ class Replay:
         if self.reader.off:
             self._lose(step - 1, self.reader.off)
         epochs, passes = self.policy.settings.settle_epochs, self.run.passes[step - 1]
-        settled = self.policy.settling.look(frozen=self._by, pinned=self._pinned, passes=passes, epochs=epochs)
+        settled = self.policy.settling.look(frozen=self._by, pinned=self._pinned, passes=passes)
         self._carry_out(step, settled)
         verdicts = self._decide() if landed is not None else []
         if epochs:
@@ -163,8 +163,8 @@ class Replay:
         if allowed is None or accuracy is None:
             return
         reason, frozen = self._guard.check(accuracy, allowed), self._by_rule()
-        if reason is not None and frozen:
-            self._carry_out(step, [Decision(action="thaw", layer=name, reason=reason) for name in frozen])
+        if reason is not None and (frozen or self.policy.settling.begun):
+            self._carry_out(step, self.policy.thaws(frozen, reason))
             self._set("tolerance", self.policy.settings.tolerance / 2)
 
     def _carry_out(self, step: int, decisions: Iterable[Decision], by: str = "rule") -> None:
@@ -174,6 +174,8 @@ class Replay:
                 self._freeze(step, name, by)
             elif decision.action == "thaw":
                 self._thaw(name, by)
+            elif decision.action == "settle":
+                self._show_rates(step)
             self._happened.append(
                 Happening(step=step, action=decision.action, layer=name, reason=decision.reason, by=by, exact=True)
             )
@@ -184,12 +186,9 @@ class Replay:
             self._front, self._blocked = self._front_behind(gone), False
 
     def _freeze(self, step: int, name: str, by: str) -> None:
+        self.policy.settling.begun.pop(name, None)  # by hand, it may still be on its way
         if by == "rule":
-            if self._rates is None:
-                self._rates = LearningRateFeed(self.run, self.policy)
-                self._rates.show_up_to(step)
-            self._rates.show(step, self._by_rule())
-            self.policy.froze()
+            self._show_rates(step)
             if "monitor_budget" in self._changed and not self.reader.off:
                 self.reader.off = (
                     "with another monitor_budget a real run reads the layers behind the front at other steps."
@@ -198,6 +197,14 @@ class Replay:
             self.readings.catch_up(name)
         self._by[name] = by
         self.reader.wants_snapshot |= self.policy.settings.refresh_on_freeze
+
+    def _show_rates(self, step: int) -> None:
+        """From the first freeze on, or the first layer that settles, the thaw rule looks at learning rates."""
+        if self._rates is None:
+            self._rates = LearningRateFeed(self.run, self.policy)
+            self._rates.show_up_to(step)
+        self._rates.show(step, self._by_rule())
+        self.policy.froze()
 
     def _thaw(self, name: str, by: str) -> None:
         del self._by[name]
@@ -225,8 +232,6 @@ class Replay:
             if act.action in ("settle", "unsettle"):
                 continue
             (self._recorded.add if act.action == "freeze" else self._recorded.discard)(act.layer)
-            if act.action == "thaw" and act.by == "rule":
-                self._settled_there.clear()
             if act.by != "rule" and (act.layer in self._by) == (act.action == "thaw"):
                 self._carry_out(step, [Decision(action=act.action, layer=act.layer, reason=act.reason)], act.by)
         self._note(self.recorded_sets, step, self._recorded)
@@ -259,7 +264,7 @@ class Replay:
 
     def _compare(self, step: int) -> None:
         """From the first difference of the frozen sets on, the record is of a training that went another way."""
-        settling = dict.fromkeys(self.policy.settling.begun, self.policy.settings.settle_epochs)
+        settling = {name: begun.epochs for name, begun in self.policy.settling.begun.items()}
         same = self._recorded == self._by.keys() and self._settled_there == settling
         if self.exact_until is not None or step >= self.run.last_step or same:
             return

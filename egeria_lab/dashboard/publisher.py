@@ -217,7 +217,8 @@ class Publisher:
 
     def _interval(self, now: float) -> float:
         asked = 1 / min(MOST_HZ, 2 * self._rate_hz) if self._has_news else 1 / self._rate_hz
-        wished = [asked, *(view.frame_seconds for view in self._views.values() if view.visible and not self._has_news)]
+        seen = [view for view in self._views.values() if view.visible]
+        wished = [asked, *(view.least_frame_seconds if self._has_news else view.frame_seconds for view in seen)]
         return max([*wished, 1.0] if self._quiet(now) else wished)
 
     def _send_frame(self, now: float) -> None:

@@ -36,4 +36,9 @@ class View:
             [0.25, 0.8, 1.0, 2.0]
         """
         rest = min(REST * self.draw_seconds, LONGEST_REST_SECONDS)
-        return max(1 / self.hz, rest, SHORTEST_REST * self.draw_seconds)
+        return max(rest, self.least_frame_seconds)
+
+    @property
+    def least_frame_seconds(self) -> float:
+        """The same where something has happened, > 0."""
+        return max(1 / self.hz, SHORTEST_REST * self.draw_seconds)

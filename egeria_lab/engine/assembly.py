@@ -17,7 +17,7 @@ from egeria_lab.engine.schedules import Schedule, split_by_layer
 from egeria_lab.engine.settler import Settler
 from egeria_lab.engine.sparsifying import Sparsifier
 from egeria_lab.engine.steering import Steering
-from egeria_lab.events import Event, SettingChanged
+from egeria_lab.events import Event, Notice, SettingChanged
 
 
 def make_cache(session: Any, settings: ActivationCache | None) -> FrontCache | None:
@@ -68,6 +68,7 @@ def make_steering(session: Any, park_state: str) -> Steering:
     if session.policy is not None and session.policy.settings.settle_epochs:
         session.trainer.settler = steering.settler = Settler(session.layer_modules, lambda: float(session.epoch))
         session.recorder.rate_factor = steering.settler.factor
+        _tell_if_too_long(session, session.policy.settings.settle_epochs)
     session.sieve.plan_with(session.budget, session._passes, lambda: int(session.steps_done))
     steering.handle(c.Extend, _extending(session))
     steering.owners["sieve"] = session.sieve.change
@@ -81,6 +82,16 @@ def make_steering(session: Any, park_state: str) -> Steering:
         cache = session.cache
         steering.on_thawed.append(lambda layer: cache.invalidate(f"{layer} was thawed"))
     return steering
+
+
+def _tell_if_too_long(session: Any, settle_epochs: float) -> None:
+    planned = session.budget.total_steps / session.budget.steps_per_epoch
+    if settle_epochs >= planned:
+        message = (
+            f"Plasticity(settle_epochs={settle_epochs:g}) is as long as the whole plan of {planned:g} epochs: layers "
+            "would be trained less and less and none would freeze. A sixth of the plan is a good length."
+        )
+        session.events.append(Notice(step=0, message=message))
 
 
 def _on_samples(session: Any, change: Callable[..., Event]) -> Callable[[Any, int], Event]:

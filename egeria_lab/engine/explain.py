@@ -32,10 +32,10 @@ def explain_plasticity(layer: str, board: LayerBoard, policy: PlasticityPolicy, 
     begun = policy.settling.begun.get(layer)
     if begun is not None:
         return (
-            f"it settles since epoch {begun.passes:.1f}: trained less and less over {policy.settings.settle_epochs:g} "
+            f"it settles since epoch {begun.passes:.1f}: trained less and less over {begun.epochs:g} "
             "epochs, then it freezes"
         )
-    front = board.names[board.prefix_length]
+    front = next(row.name for row in board if not row.frozen and row.name not in policy.settling.begun)
     turn = "" if front == layer else f", and {front} before it has to freeze first"
     return _numbers(layer, policy, latest.get(layer)) + turn
 

@@ -139,11 +139,11 @@ class PlasticityMonitor:
             return []
         reason = self._guard.check(accuracy, allowed)
         frozen = [row.name for row in board if row.frozen and row.by == "rule"]
-        if reason is None or not frozen:
+        if reason is None or not (frozen or self.policy.settling.begun):
             return []
         halved = self.policy.settings.tolerance / 2
         return [
-            *[Decision(action="thaw", layer=name, reason=reason) for name in frozen],
+            *self.policy.thaws(frozen, reason),
             Decision(action="set", layer="freeze.tolerance", reason=reason, value=halved),
         ]
 
@@ -154,7 +154,7 @@ class PlasticityMonitor:
 
     def carried_out(self, decision: Decision) -> None:
         """Tell the rule at which learning rate a layer froze, or that criteria are relaxed from now on."""
-        if decision.action == "freeze":
+        if decision.action in ("freeze", "settle"):
             self.policy.froze()
         elif decision.action == "thaw":
             self.policy.thawed()
@@ -305,10 +305,11 @@ class PlasticityMonitor:
 
     def _wanted(self, frozen: Sequence[str], cost_ratio: float) -> list[str]:
         active = [layer.name for layer in self.layers if layer.name not in frozen]
-        if active == [self.layers[-1].name]:  # the head, which no rule freezes: a reading would decide nothing
+        front = next((name for name in active if name not in self.policy.settling.begun), None)
+        if front in (None, self.layers[-1].name):  # the head, which no rule freezes: a reading would decide nothing
             return []
         every = max(1, math.ceil(cost_ratio / self.policy.settings.monitor_budget))
-        return active if self._readings % every == 0 else active[:1]
+        return active if self._readings % every == 0 or front is None else [front]
 
     def _ask(self, step: int, rows: Any, wanted: list[str]) -> None:
         if self.reader.submit(rows, wanted):

@@ -44,10 +44,6 @@ class Settler:
         """Train a layer as all others, or not at all: what it was."""
         self._begun.pop(layer, None)
 
-    def end_all(self) -> None:
-        """Train every layer as it was."""
-        self._begun.clear()
-
     def factor(self, layer: str) -> float:
         """What is left of the updates of a layer now, in [0, 1]."""
         if layer not in self._begun:

@@ -125,8 +125,6 @@ class Steering:
                 self.events.append(self._override(command, step))
             else:
                 self._do_thaw(decision.layer, step, "rule", decision.reason)
-                if self.settler is not None:  # the rule begins anew
-                    self.settler.end_all()
                 self.events.append(LayerThawed(step=step, by="rule", layer=decision.layer, reason=decision.reason))
             if self.rule is not None:
                 self.rule.carried_out(decision)
@@ -159,8 +157,9 @@ class Steering:
         for tell in self.on_freezing:
             tell(layer, step)
         self.freezer.freeze(layer)
-        if self.settler is not None:
+        if self.settler is not None and self.policy is not None:  # by hand, it may still be on its way
             self.settler.end(layer)
+            self.policy.settling.begun.pop(layer, None)
         row = self.board[layer]
         row.frozen = True
         row.set(step, reason, by)

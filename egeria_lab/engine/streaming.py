@@ -89,6 +89,8 @@ def follow(source: BatchSource, budget: Budget, events: EventLog, freeze: Any, s
         return
     waits = isinstance(freeze, Plasticity) and freeze.bootstrap_epochs > 0
     rule = f", and Plasticity(bootstrap_epochs={freeze.bootstrap_epochs:g}) freezes nothing" if waits else ""
+    if isinstance(freeze, Plasticity) and freeze.settle_epochs:
+        rule += f"; settle_epochs={freeze.settle_epochs:g} counts by the planned steps"
     source.tell(
         f"The training stream does not tell its length: a pass ends when it does, and until then nothing is "
         f"evaluated{rule}. For data without an end, give steps_per_epoch=."

@@ -383,8 +383,6 @@ class Trainer:
             scaler.unscale_(self.optimizer)
         if self.update_hooks is not None:
             self.update_hooks.after_backward()
-        if self.settler is not None:
-            self.settler.after_backward()
         if self.guards_gradients and scaler is None:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = float(nn.utils.get_total_norm(gradients))
@@ -393,6 +391,8 @@ class Trainer:
                 raise BadLossError(words, norm, tuple(batch.ids.tolist()))
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], self.max_grad_norm)
+        if self.settler is not None:
+            self.settler.after_backward()
         self.watch.step(self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer))
         if self.settler is not None:
             self.settler.after_step()  # before masks: what is under one stays zero

@@ -303,7 +303,7 @@ def test_a_page_that_draws_slowly_still_hears_at_once_what_happened():
     publisher, outlet, clock, page = greeted(session)
 
     def seconds_to_the_next_frame(event):
-        page.acknowledge(outlet.frames[-1][0]["seq"], draw_ms=200)
+        page.acknowledge(outlet.frames[-1][0]["seq"], draw_ms=62)
         clock.now += 0.05
         publisher.tick()  # hears the answer
         before, start = len(outlet.frames), clock.now

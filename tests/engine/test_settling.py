@@ -11,8 +11,9 @@ import torch
 
 import egeria_lab as lab
 from egeria_lab.algorithms.settling import settling_factor
+from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.errors import InvalidSettingError
-from egeria_lab.events import LayerFrozen, LayerSettling, LayerThawed, SettlingEnded
+from egeria_lab.events import FreezeBlocked, LayerFrozen, LayerSettling, LayerThawed, Notice, SettlingEnded
 from egeria_lab.integrations.loop import LoopFreezer
 
 RULE: dict[str, Any] = {
@@ -76,7 +77,8 @@ def test_of_each_update_the_half_cosine_is_left(make: Make, optimizer: str) -> N
     layer = until_it_settles(session)
     session.step(PER_EPOCH)
     whole = session.fork()
-    whole._steering.settler.end_all()  # type: ignore[union-attr]
+    for name in whole.layers.names:
+        whole._steering.settler.end(name)  # type: ignore[union-attr]
     before, epoch = weights(session, layer), session.epoch
     head = session.layers.names[-1]  # it never settles
     others = weights(session, head)
@@ -142,10 +144,103 @@ def test_a_thaw_by_the_rule_ends_all_of_it(make: Make) -> None:
     session.step()
     now.clear()
     assert session.events.of(LayerThawed)
+    assert session.events.of(SettlingEnded)
     settler = session._steering.settler
     assert settler is not None
     assert not session.policy.settling.begun  # type: ignore[union-attr]
     assert all(settler.factor(layer) == 1.0 for layer in session.layers.names)
+
+
+def test_a_drop_of_the_rate_ends_it_though_nothing_is_frozen_yet(make: Make) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    session.step(4)
+    assert not session.layers.frozen
+    session.override("optimizer.lr", 0.001)
+    session.step(2)
+    (ended,) = session.events.of(SettlingEnded)
+    assert isinstance(ended, SettlingEnded)
+    assert ended.layer == layer
+    assert "learning rate fell" in ended.reason
+    assert session._steering.settler.factor(layer) == 1.0  # type: ignore[union-attr]
+
+
+def test_the_guard_ends_it_though_nothing_is_frozen_yet(make: Make) -> None:
+    session = make({"guard": 0.01})
+    layer = until_it_settles(session)
+    rule = session.rule
+    assert isinstance(rule, PlasticityMonitor)
+    assert rule.after_evaluation(0.9, session.layers) == []
+    decisions = rule.after_evaluation(0.5, session.layers)
+    assert [(one.action, one.layer) for one in decisions] == [("unsettle", layer), ("set", "freeze.tolerance")]
+    assert not rule.policy.settling.begun
+
+
+def test_frozen_and_thawed_by_hand_between_two_readings_it_does_not_settle_any_more(make: Make) -> None:
+    session = make({"interval_steps": 6})
+    layer = until_it_settles(session)
+    session.step()
+    session.freeze(layer)
+    session.step()
+    session.thaw(layer)
+    session.step()
+    assert layer not in session.policy.settling.begun  # type: ignore[union-attr]
+    assert session._steering.settler.factor(layer) == 1.0  # type: ignore[union-attr]
+    assert "settles" not in session.explain(layer)
+
+
+def test_the_layer_whose_turn_it_is_is_read_each_time_and_nothing_once_only_the_head_is_left(make: Make) -> None:
+    session = make({"monitor_budget": 0.02, "settle_epochs": 6.0})
+    until_it_settles(session)
+    begun = session.steps_done
+    session.step(40)
+    rows = session.history.plasticity.rows()
+    read = {layer: int(((rows["layer"] == layer) & (rows["step"] > begun + 2)).sum()) for layer in (0, 1)}
+    assert read[1] >= 12 > read[0]
+    settling = session.policy.settling  # type: ignore[union-attr]
+    while len(settling.begun) < 5:
+        session.step()
+    begun = session.steps_done
+    session.step(20)
+    assert session.history.plasticity.rows()["step"].max() <= begun
+    assert not session.events.of(FreezeBlocked)
+
+
+@pytest.mark.parametrize("other", [0.0, 6.0])
+def test_gone_on_with_another_length_what_has_begun_keeps_its_own(make: Make, other: float) -> None:
+    session = make()
+    layer = until_it_settles(session)
+    session.step(PER_EPOCH)
+    fork = session.fork(freeze=lab.Plasticity(**{**RULE, "settle_epochs": other}))
+    if other:
+        fork.step(PER_EPOCH + 2 * RULE["interval_steps"])
+        assert layer in fork.layers.frozen
+    else:
+        assert not fork.policy.settling.begun
+        assert fork._steering.settler is None
+    fork.close()
+
+
+def test_longer_than_the_plan_is_said_at_the_start(make: Make) -> None:
+    (notice,) = make({"settle_epochs": 30.0}).events.of(Notice)
+    assert "is as long as the whole plan of 20 epochs" in notice.sentence()
+    assert not make({"settle_epochs": 2.0}).events.of(Notice)
+
+
+def test_what_if_can_be_shown_in_words(make: Make) -> None:
+    session = make()
+    until_it_settles(session)
+    assert "begins to settle" in repr(session.what_if())
+    assert "begins to settle" in session.what_if()._repr_html_()
+
+
+def test_frozen_by_hand_on_its_way_what_if_stays_exact(make: Make) -> None:
+    session = make({"interval_steps": 4})
+    layer = until_it_settles(session)
+    session.step(5)
+    session.freeze(layer)
+    session.step(20)
+    assert session.what_if().exact_until is None
 
 
 def test_saved_and_resumed_in_the_middle_it_goes_on_to_the_bit(make: Make, tmp_path: Path) -> None:

@@ -119,12 +119,6 @@ class TimelineView {
         state.settling = null;
       }
       if (kind === SETTLING) state.settling = { layer, from: step, settling: true, note };
-      else if (kind === THAWED && !byHand) { // the rule begins anew, with all layers
-        for (const other of open) {
-          close(other.settling, step);
-          other.settling = null;
-        }
-      }
       if (kind === FROZEN) {
         close(state.frozen, step);
         state.frozen = { layer, from: step, frozen: true, byHand, note };
