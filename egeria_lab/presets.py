@@ -1,4 +1,4 @@
-"""Ready sets of keywords for `Session`: the two published systems, all of both together, and fine-tuning.
+"""Ready sets of keywords for `Session`: the two published systems, all of both together, fine-tuning, and settling.
 
 Example:
     >>> from egeria_lab.session import Session
@@ -19,7 +19,7 @@ from egeria_lab.algorithms.sparse.methods import MEST
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.errors import is_number, require
 
-__all__ = ["egeria", "everything", "fine_tuning", "spfde"]
+__all__ = ["egeria", "everything", "fine_tuning", "settled", "spfde"]
 
 Keywords = dict[str, Any]
 
@@ -45,6 +45,32 @@ def egeria(*, tolerance: float = 0.2, cache: bool = True) -> Keywords:
         ['cache', 'freeze']
     """
     return {"freeze": Plasticity(tolerance=tolerance), "cache": _cache("egeria", cache)}
+
+
+def settled(*, epochs: float = 20.0, tolerance: float = 0.6, cache: bool = True) -> Keywords:
+    """Freezing by measured plasticity that begins early and costs no accuracy: layers settle for a sixth of the plan.
+
+    For one training with a falling learning rate, from the beginning: nothing thaws. Measured by
+    ``egeria-lab bench freezing``.
+
+    Args:
+        epochs: planned passes over the data, > 0: give the session the same.
+        tolerance: share of a layer's own first slopes below which it is stable, and begins to settle.
+        cache: False computes the frozen front anew in each step.
+
+    Raises:
+        InvalidSettingError: for a value that cannot be.
+
+    Example:
+        >>> settled(epochs=12)["freeze"].settle_epochs
+        2.0
+    """
+    require(is_number(epochs) and epochs > 0, "settled", "epochs", epochs, "a number > 0")
+    rule = Plasticity(
+        interval_steps=5, window=6, patience=3, tolerance=tolerance, refresh_on_freeze=False, freeze_together=True,
+        thaw="never", settle_epochs=epochs / 6,
+    )  # fmt: skip
+    return {"freeze": rule, "cache": _cache("settled", cache)}
 
 
 def spfde(*, saving: float = 0.25, sieve: float = 0.25, sparsity: float = 0.9) -> Keywords:
@@ -117,6 +143,6 @@ def _cache(preset: str, wanted: bool) -> ActivationCache | None:
 
 
 PRESETS: dict[str, Callable[..., Keywords]] = {
-    "egeria": egeria, "spfde": spfde, "everything": everything, "fine_tuning": fine_tuning,
+    "egeria": egeria, "spfde": spfde, "everything": everything, "fine_tuning": fine_tuning, "settled": settled,
 }  # fmt: skip
 """What ``preset = …`` in a run file can name."""

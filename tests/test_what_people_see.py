@@ -67,7 +67,7 @@ def test_a_session_completes_what_a_person_calls_and_nothing_else(session: lab.S
 def test_the_module_completes_what_it_exports() -> None:
     assert set(dir(lab)) == {*lab.__all__, "errors", "events"}
     assert set(dir(lab.data)) == {"ArrayDataset", "Data", "MapDataset", "describe", "load", "names"}
-    assert set(dir(lab.presets)) == {"egeria", "everything", "fine_tuning", "spfde"}
+    assert set(dir(lab.presets)) == {"egeria", "everything", "fine_tuning", "settled", "spfde"}
     assert "Any" not in dir(lab.loggers)
     assert set(dir(lab.integrations)) == {"LoopFreezer", "lightning", "hugging_face", "loggers"}
     assert "registry" not in dir(lab.models)

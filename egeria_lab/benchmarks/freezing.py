@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from egeria_lab import presets
-from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, RandomSieve
@@ -41,11 +40,8 @@ Pair = NDArray[np.float64]
 
 TURNS = 40
 """Into so many parts each training is cut, so that all ways run side by side."""
-RULE = Plasticity(
-    interval_steps=5, window=6, patience=3, tolerance=0.6, refresh_on_freeze=False, freeze_together=True, thaw="never"
-)
-"""Freezes at once. It shows what settling is for; the other ways with plasticity settle for a sixth of their plan."""
-SETTLE_SHARE = 1 / 6
+RULE = replace(presets.settled()["freeze"], settle_epochs=0.0)
+"""Freezes at once, which shows what settling is for: the other ways with plasticity are those of `presets.settled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +172,7 @@ def _keywords(task: Task, way: str, source: Data) -> dict[str, Any]:
     if way != "fixed list":
         keywords = WAYS.get(way, {})
         if keywords.get("freeze") is RULE and way != AT_ONCE:
-            keywords = {**keywords, "freeze": replace(RULE, settle_epochs=SETTLE_SHARE * task.epochs)}
+            keywords = {**keywords, "freeze": presets.settled(epochs=task.epochs)["freeze"]}
         return keywords
     session = Session(task.model, source, freeze=None, undo_bytes=0, **task.keywords)
     front = session.layers.names[: len(session.layers) // 2]

@@ -307,3 +307,11 @@ def test_bad_values_and_loops_of_ones_own_are_refused() -> None:
         LoopFreezer(
             model, optimizer, freeze=lab.Plasticity(settle_epochs=1.0), example=torch.zeros(2, 4), steps_per_epoch=5
         )
+
+
+def test_the_preset_settles_for_a_sixth_of_the_plan() -> None:
+    rule = lab.presets.settled(epochs=9, tolerance=0.4)["freeze"]
+    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (1.5, 0.4, "never")
+    assert lab.presets.settled(cache=False)["cache"] is None
+    with pytest.raises(InvalidSettingError, match=r"settled\.epochs must be a number > 0, got 0"):
+        lab.presets.settled(epochs=0)
