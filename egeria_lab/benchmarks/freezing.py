@@ -160,6 +160,8 @@ def side_by_side(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]
             session = sessions[way]
             clocks[way].train(round(session.planned_steps * (turn + 1) / TURNS))
     curves = {way: clock.curve() for way, clock in clocks.items()}
+    if COMPOSER in curves:
+        curves[COMPOSER].flops = float("nan")  # what it froze behind our back was counted as trained
     for session in sessions.values():
         session.close()
     sessions.clear()
@@ -222,7 +224,7 @@ class _Clock:
         accuracies = [100 * float(a) for a in session.history.epochs["valid_accuracy"]]
         taken = self._evaluations[: len(accuracies)]
         return Curve(
-            [float(clock) for clock, _ in taken], accuracies, session.savings().book.flops_saved_fraction or 0.0,
+            [float(clock) for clock, _ in taken], accuracies, float(session.recorder.book.executed_flops),
             len(session.layers.frozen), float(taken[-1][1]),
         )  # fmt: skip
 

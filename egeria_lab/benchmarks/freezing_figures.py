@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -11,6 +12,8 @@ from egeria_lab.benchmarks.charts import Chart, chart
 from egeria_lab.benchmarks.harness import goal
 
 PLAIN = "plain"
+LEAST_COUNTED = 0.02
+"""A smaller counted saving is lost in what the clock varies."""
 
 
 @dataclass(slots=True)
@@ -21,13 +24,13 @@ class Curve:
         seconds: measured time of its steps and readings up to each evaluation, evaluations not counted.
         cpu_seconds: processor time of the same, to the last evaluation.
         accuracies: of the validation set at each evaluation, in percent.
-        counted_saving: share of the FLOPs that did not run.
+        flops: counted for all its steps as they ran, masks not taken off; NaN where nobody counted.
         frozen: layers that were frozen at the end.
     """
 
     seconds: list[float]
     accuracies: list[float]
-    counted_saving: float
+    flops: float
     frozen: int
     cpu_seconds: float = float("nan")
 
@@ -53,7 +56,8 @@ def row_of(task: str, way: str, found: Mapping[str, list[Curve]]) -> dict[str, A
     reached = [(curve.seconds_to(target), other.seconds_to(target)) for curve, other in zip(mine, plain, strict=True)]
     ratios = [theirs / own for own, theirs in reached if own is not None and theirs is not None]
     times = [a.seconds[-1] / b.seconds[-1] for a, b in zip(mine, plain, strict=True)]
-    counted = mean(curve.counted_saving for curve in mine)
+    share = mean(a.flops / b.flops for a, b in zip(mine, plain, strict=True))
+    counted = None if math.isnan(share) else 1 - share
     measured = 1 - mean(times)
     return {
         "name": f"{task}: {way}",
@@ -101,6 +105,6 @@ def goals_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
             ),
         ]  # fmt: skip
     for way, row in rows.items():
-        if row["measured_over_counted"] is not None and row["counted_saving"] > 0.02:
+        if row["measured_over_counted"] is not None and row["counted_saving"] > LEAST_COUNTED:
             goals.append(goal(f"{task}: {way}, measured over counted saving", row["measured_over_counted"], 0.9, ">="))
     return goals

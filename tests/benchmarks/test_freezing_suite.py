@@ -15,7 +15,7 @@ TINY = Task("mlp", "digits", 3, {})
 
 
 def curve(*points: tuple[float, float], saving: float = 0.0) -> Curve:
-    return Curve([s for s, _ in points], [a for _, a in points], saving, 0)
+    return Curve([s for s, _ in points], [a for _, a in points], 1e9 * (1 - saving), 0)
 
 
 def test_time_to_target_is_of_means_of_two_evaluations() -> None:
@@ -30,11 +30,18 @@ def test_ratios_and_the_target_are_those_of_plain_training() -> None:
     fast = [curve((1.0, 80.0), (2.0, 82.0), saving=0.4), curve((1.0, 82.0), (2.0, 84.0), saving=0.6)]
     row = row_of("task", "fast", {PLAIN: plain, "fast": fast})
     assert row["same_budget_ratio"] == 2.0
-    assert row["counted_saving"] == 0.5
-    assert row["measured_over_counted"] == 1.0
+    assert row["counted_saving"] == pytest.approx(0.5)
+    assert row["measured_over_counted"] == pytest.approx(1.0)
     assert row["accuracy_percent"] == 82.0  # the target is 82 less half of 2.83: 80.6
     assert row["seeds_that_reached_the_target"] == 1  # plain's first seed ends at 80, below the mean of both
     assert row["time_to_target_ratio"] is None
+
+
+def test_what_nobody_counted_has_no_counted_saving() -> None:
+    plain, other = [curve((1.0, 70.0), (4.0, 80.0))], [curve((1.0, 70.0), (3.0, 80.0), saving=math.nan)]
+    row = row_of("task", "other", {PLAIN: plain, "other": other})
+    assert (row["counted_saving"], row["measured_over_counted"]) == (None, None)
+    assert row["measured_saving"] == 0.25
 
 
 def test_goals_of_a_missed_target_are_not_met() -> None:
@@ -65,4 +72,5 @@ def test_ways_run_side_by_side_and_evaluations_are_not_counted() -> None:
     assert rows[PLAIN]["same_budget_ratio"] == 1.0
     assert rows[PLAIN]["counted_saving"] == 0.0
     assert 0.02 < rows["fixed list"]["counted_saving"] < 0.6
+    assert found["plots"][0]["title"] == "digits: accuracy against time"
     assert rows["fixed list"]["frozen_layers_at_the_end"] == 2
