@@ -66,8 +66,11 @@ def make_steering(session: Any, park_state: str) -> Steering:
         session.layers, freezer, session.policy, session.settings_book, session.schedule, session.events, session.rule
     )
     if session.policy is not None and session.policy.settings.settle_epochs:
-        session.trainer.settler = steering.settler = Settler(session.layer_modules, lambda: float(session.epoch))
-        session.recorder.rate_factor = steering.settler.factor
+        settler = Settler(session.layer_modules, lambda: float(session.epoch))
+        session.trainer.settler = steering.settler = settler
+        session.recorder.rate_factor = settler.factor
+        if session.cache is not None:
+            session.cache.moves_soon = lambda: settler.is_busy
         _tell_if_too_long(session, session.policy.settings.settle_epochs)
     session.sieve.plan_with(session.budget, session._passes, lambda: int(session.steps_done))
     steering.handle(c.Extend, _extending(session))

@@ -36,6 +36,11 @@ class Settler:
         self._begun: dict[str, tuple[float, float]] = {}  # layer → passes when it began, how many it settles
         self._before: list[tuple[float, nn.Parameter, Tensor]] = []
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any layer settles."""
+        return bool(self._begun)
+
     def begin(self, layer: str, epochs: float) -> None:
         """From the next step on, train a layer less and less, to nothing after so many passes."""
         self._begun[layer] = self._passes(), epochs

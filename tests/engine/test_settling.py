@@ -221,6 +221,21 @@ def test_gone_on_with_another_length_what_has_begun_keeps_its_own(make: Make, ot
     fork.close()
 
 
+def test_the_cache_waits_until_nothing_settles_and_changes_no_bit(make: Make, tmp_path: Path) -> None:
+    plain, cached = make(), make(cache=lab.ActivationCache(directory=tmp_path))
+    frozen_while_others_settle = 0
+    for _ in range(400):
+        plain.step()
+        cached.step()
+        if cached._steering.settler.is_busy:  # type: ignore[union-attr]
+            frozen_while_others_settle += bool(cached.layers.frozen)
+            assert cached.cache.statistics.rows == 0  # type: ignore[union-attr]
+    assert frozen_while_others_settle > 10
+    assert len(cached.layers.frozen) == 5
+    assert cached.cache.statistics.hits > 1000  # type: ignore[union-attr]
+    assert plain.history.steps["loss"].tolist() == cached.history.steps["loss"].tolist()
+
+
 def test_longer_than_the_plan_is_said_at_the_start(make: Make) -> None:
     (notice,) = make({"settle_epochs": 30.0}).events.of(Notice)
     assert "is as long as the whole plan of 20 epochs" in notice.sentence()
