@@ -223,9 +223,11 @@ class _Clock:
         session = self.session
         accuracies = [100 * float(a) for a in session.history.epochs["valid_accuracy"]]
         taken = self._evaluations[: len(accuracies)]
+        cache = session.cache.statistics if session.cache is not None else None
+        cache_seconds = 0.0 if cache is None else cache.wait_seconds + cache.write_seconds
         return Curve(
             [float(clock) for clock, _ in taken], accuracies, float(session.recorder.book.executed_flops),
-            len(session.layers.frozen), float(taken[-1][1]),
+            len(session.layers.frozen), float(taken[-1][1]), session.recorder.book.monitor_fraction, cache_seconds,
         )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from egeria_lab.benchmarks.charts import Chart, chart
 from egeria_lab.benchmarks.harness import goal
 
 PLAIN = "plain"
+CONFIRMED = 0.9
+"""Of the counted saving, the share that the clock is asked to confirm."""
 LEAST_COUNTED = 0.02
 """A smaller counted saving is lost in what the clock varies."""
 
@@ -23,6 +25,8 @@ class Curve:
     Attributes:
         seconds: measured time of its steps and readings up to each evaluation, evaluations not counted.
         cpu_seconds: processor time of the same, to the last evaluation.
+        reading_share: share of its time that plasticity readings took.
+        cache_seconds: time it waited for the activation cache and wrote to it.
         accuracies: of the validation set at each evaluation, in percent.
         flops: counted for all its steps as they ran, masks not taken off; NaN where nobody counted.
         frozen: layers that were frozen at the end.
@@ -33,6 +37,8 @@ class Curve:
     flops: float
     frozen: int
     cpu_seconds: float = float("nan")
+    reading_share: float = 0.0
+    cache_seconds: float = 0.0
 
     def smoothed(self) -> list[float]:
         """Means of each evaluation and the one before it."""
@@ -59,6 +65,7 @@ def row_of(task: str, way: str, found: Mapping[str, list[Curve]]) -> dict[str, A
     share = mean(a.flops / b.flops for a, b in zip(mine, plain, strict=True))
     counted = None if math.isnan(share) else 1 - share
     measured = 1 - mean(times)
+    confirmed = measured / counted if counted else None
     return {
         "name": f"{task}: {way}",
         "task": task,
@@ -73,9 +80,19 @@ def row_of(task: str, way: str, found: Mapping[str, list[Curve]]) -> dict[str, A
         "seeds_that_reached_the_target": len(ratios),
         "counted_saving": counted,
         "measured_saving": measured,
-        "measured_over_counted": measured / counted if counted else None,
+        "measured_over_counted": confirmed,
+        "where_the_rest_went": _where_it_went(mine) if confirmed is not None and confirmed < CONFIRMED else "",
         "frozen_layers_at_the_end": mean(curve.frozen for curve in mine),
     }
+
+
+def _where_it_went(mine: Sequence[Curve]) -> str:
+    readings = mean(curve.reading_share for curve in mine)
+    cache = mean(curve.cache_seconds / curve.seconds[-1] for curve in mine)
+    return (
+        f"readings {readings:.1%} and the activation cache {cache:.1%} of its time; the rest is work whose time does not "
+        "go by its FLOPs (normalisation, activations, updates, memory)"
+    )
 
 
 def plot_of(task: str, found: Mapping[str, Sequence[Curve]]) -> Chart:
@@ -106,5 +123,7 @@ def goals_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
         ]  # fmt: skip
     for way, row in rows.items():
         if row["measured_over_counted"] is not None and row["counted_saving"] > LEAST_COUNTED:
-            goals.append(goal(f"{task}: {way}, measured over counted saving", row["measured_over_counted"], 0.9, ">="))
+            goals.append(
+                goal(f"{task}: {way}, measured over counted saving", row["measured_over_counted"], CONFIRMED, ">=")
+            )
     return goals

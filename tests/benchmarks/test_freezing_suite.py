@@ -37,6 +37,16 @@ def test_ratios_and_the_target_are_those_of_plain_training() -> None:
     assert row["time_to_target_ratio"] is None
 
 
+def test_a_saving_that_the_clock_does_not_confirm_says_where_it_went() -> None:
+    plain, slow = [curve((1.0, 70.0), (4.0, 80.0))], [curve((1.0, 70.0), (3.2, 80.0), saving=0.5)]
+    slow[0].reading_share, slow[0].cache_seconds = 0.03, 0.32
+    row = row_of("task", "slow", {PLAIN: plain, "slow": slow})
+    assert row["measured_over_counted"] == pytest.approx(0.4)
+    assert "readings 3.0% and the activation cache 10.0% of its time" in row["where_the_rest_went"]
+    good = row_of("task", "good", {PLAIN: plain, "good": [curve((1.0, 70.0), (2.0, 80.0), saving=0.5)]})
+    assert good["where_the_rest_went"] == ""
+
+
 def test_what_nobody_counted_has_no_counted_saving() -> None:
     plain, other = [curve((1.0, 70.0), (4.0, 80.0))], [curve((1.0, 70.0), (3.0, 80.0), saving=math.nan)]
     row = row_of("task", "other", {PLAIN: plain, "other": other})
