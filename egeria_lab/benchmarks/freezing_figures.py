@@ -90,8 +90,8 @@ def _where_it_went(mine: Sequence[Curve]) -> str:
     readings = mean(curve.reading_share for curve in mine)
     cache = mean(curve.cache_seconds / curve.seconds[-1] for curve in mine)
     return (
-        f"readings {readings:.1%} and the activation cache {cache:.1%} of its time; the rest is work whose time does not "
-        "go by its FLOPs (normalisation, activations, updates, memory)"
+        f"readings {readings:.1%} and the activation cache {cache:.1%} of its time; the rest is work whose time does "
+        "not go by its FLOPs (normalisation, activations, updates, memory)"
     )
 
 
