@@ -292,16 +292,11 @@ class PlasticityPolicy:
         self._update_bootstrap(passes)
         if self.bootstrapping:
             return self.judge(values, gone=frozen, pinned=pinned)
-        epochs = self.settings.settle_epochs
         settled = self.settling.look(frozen=frozen, pinned=pinned, passes=passes)
         gone = [*frozen, *(one.layer for one in settled if one.action == "freeze"), *self.settling.begun]
         readings, verdicts = self.judge(values, gone=gone, pinned=pinned)
-        if epochs:
-            verdicts = [
-                self.settling.begin(one, passes=passes, epochs=epochs) if one.action == "freeze" else one
-                for one in verdicts
-            ]
-        return readings, [*settled, *verdicts]
+        done = self.settling.instead(verdicts, passes=passes, epochs=self.settings.settle_epochs)
+        return readings, [*settled, *done]
 
     def judge(
         self, values: Mapping[str, float], *, gone: Sequence[str], pinned: Sequence[str]

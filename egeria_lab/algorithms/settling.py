@@ -68,6 +68,12 @@ class Settling:
         self.begun[verdict.layer] = Begun(passes, epochs, verdict)
         return replace(verdict, action="settle", value=epochs)
 
+    def instead(self, verdicts: list[Decision], *, passes: float, epochs: float) -> list[Decision]:
+        """What is done where layers settle for so many passes before they freeze; for 0, the verdicts themselves."""
+        if not epochs:
+            return verdicts
+        return [self.begin(one, passes=passes, epochs=epochs) if one.action == "freeze" else one for one in verdicts]
+
     def let_go(self, why: str) -> list[Decision]:
         """Let no layer settle any more; answers with what is done."""
         found = [replace(begun.verdict, action="unsettle", reason=why) for begun in self.begun.values()]

@@ -123,13 +123,9 @@ class Replay:
         settled = self.policy.settling.look(frozen=self._by, pinned=self._pinned, passes=passes)
         self._carry_out(step, settled)
         verdicts = self._decide() if landed is not None else []
-        if epochs:
-            verdicts = [
-                self.policy.settling.begin(one, passes=passes, epochs=epochs) if one.action == "freeze" else one
-                for one in verdicts
-            ]
-        self._carry_out(step, verdicts)
-        return [*settled, *verdicts]
+        done = self.policy.settling.instead(verdicts, passes=passes, epochs=epochs)
+        self._carry_out(step, done)
+        return [*settled, *done]
 
     def _watch_the_loss(self, step: int) -> None:
         """All that the rule does in the critical period: the loss of the last interval, as one mean."""
