@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from egeria_lab import __version__, data, models, terminal
 from egeria_lab.benchmarks.harness import write
-from egeria_lab.benchmarks.suites import SUITES, suite
+from egeria_lab.benchmarks.suites import KEEPS_PARTS, SUITES, suite
 from egeria_lab.demo import DemoResult, run_demo
 from egeria_lab.doctor import examine
 from egeria_lab.engine.threads import available_cores
@@ -249,7 +249,7 @@ def _bench(options: argparse.Namespace) -> int:
     names = options.suites or list(SUITES)
     chosen = {name: suite(name) for name in names}  # all names are checked before the first is run
     for name, run in chosen.items():
-        found = run(options.quick)
+        found = run(options.quick, options.output) if name in KEEPS_PARTS else run(options.quick)
         pages = write(found, options.output)
         if options.json:
             print(json.dumps(found), flush=True)

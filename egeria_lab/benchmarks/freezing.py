@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, RandomSieve
 from egeria_lab.benchmarks.charts import Chart
 from egeria_lab.benchmarks.freezing_figures import PLAIN, Curve, goals_of, plot_of, row_of
-from egeria_lab.benchmarks.harness import Result, result
+from egeria_lab.benchmarks.harness import Result, machine, result, versions
+from egeria_lab.benchmarks.kept_parts import KeptParts
 from egeria_lab.data import load
 from egeria_lab.data.activation_cache import ActivationCache
 from egeria_lab.data.datasets import Data
@@ -53,6 +55,8 @@ class Task:
         epochs: passes over the data.
         keywords: further arguments of `Session`, the same for every way.
         options: further arguments of `data.load`.
+        channels_last: keep images with their channels innermost, which convolutions on most processors are fastest
+            with: plain training shall be the best plain training.
     """
 
     model: str
@@ -60,10 +64,11 @@ class Task:
     epochs: float
     keywords: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
+    channels_last: bool = False
 
 
 TASKS = {
-    "blue-marble": Task("resnet8", "blue-marble", 12, {"scheduler": "step"}),
+    "blue-marble": Task("resnet8", "blue-marble", 12, {"scheduler": "step"}, channels_last=True),
     "pronounce": Task(
         "transformer",
         "pronounce",
@@ -71,9 +76,9 @@ TASKS = {
         {"optimizer": "adamw", "scheduler": "step"},
         {"form": "joined", "num_pairs": 20_000},
     ),
-    "fashion-mini": Task("resnet8", "fashion-mini", 12, {"scheduler": "step"}),
+    "fashion-mini": Task("resnet8", "fashion-mini", 12, {"scheduler": "step"}, channels_last=True),
 }
-QUICK_TASK = Task("resnet8", "fashion-mini", 4, {"scheduler": "step"})
+QUICK_TASK = Task("resnet8", "fashion-mini", 4, {"scheduler": "step"}, channels_last=True)
 
 AT_ONCE = "plasticity + cache, without settling"
 WAYS: dict[str, dict[str, Any]] = {
@@ -98,34 +103,41 @@ There where its package (mosaicml, on PyPI) is installed."""
 QUICK_WAYS = (PLAIN, "linear schedule", "circulant sieve 20 %", "plasticity", "plasticity + cache")
 
 
-def run(quick: bool = False) -> Result:
+def run(quick: bool = False, folder: str | Path | None = None) -> Result:
     """Train every way on every task whose data are installed.
 
     Args:
         quick: one seed, few ways, four epochs of `fashion-mini`. In full, three seeds on each task: hours.
+        folder: each finished seed is kept in there until the last one is done: a run that was stopped goes on.
     """
     if quick:
         return compare({"fashion-mini": QUICK_TASK}, QUICK_WAYS, seeds=[0])
-    return compare(TASKS, (*WAYS, *([COMPOSER] if find_spec("composer") else [])), seeds=[0, 1, 2])
+    ways = (*WAYS, *([COMPOSER] if find_spec("composer") else []))
+    return compare(TASKS, ways, seeds=[0, 1, 2], folder=None if folder is None else Path(folder) / "freezing.parts")
 
 
-def compare(tasks: Mapping[str, Task], ways: Sequence[str], *, seeds: Sequence[int]) -> Result:
+def compare(
+    tasks: Mapping[str, Task], ways: Sequence[str], *, seeds: Sequence[int], folder: Path | None = None
+) -> Result:
     """One row a task and way.
 
     Args:
         tasks: by name; one whose data are not installed is left out, and named in a row.
         ways: keys of `WAYS`, ``"plain"`` among them.
         seeds: one training each.
+        folder: where finished seeds are kept meanwhile.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    settings = {way: repr(WAYS.get(way)) for way in ways} | {"settled": repr(presets.settled())}
+    kept = KeptParts(folder, {"machine": machine(), "versions": versions(), "settings": settings})
     rows: list[dict[str, Any]] = []
     goals: list[dict[str, Any]] = []
     plots: list[Chart] = []
     try:
         for name, task in tasks.items():
             try:
-                found = _all_seeds(task, ways, seeds)
+                found = _all_seeds(name, task, ways, seeds, kept)
             except MissingPackageError as error:
                 rows.append({"name": name, "skipped": str(error)})
                 continue
@@ -135,13 +147,23 @@ def compare(tasks: Mapping[str, Task], ways: Sequence[str], *, seeds: Sequence[i
             plots.append(plot_of(name, found))
     finally:
         torch.set_num_threads(threads)
+    kept.clear()
     return result("freezing", rows, goals, seeds, plots)
 
 
-def _all_seeds(task: Task, ways: Sequence[str], seeds: Sequence[int]) -> dict[str, list[Curve]]:
+def _all_seeds(
+    name: str, task: Task, ways: Sequence[str], seeds: Sequence[int], kept: KeptParts
+) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {way: [] for way in ways}
     for seed in seeds:
-        for way, curve in side_by_side(task, ways, seed).items():
+        part = f"{name}.{seed}"
+        held = kept.get(part)
+        if held is not None and held["task"] == repr(task):
+            curves = {way: Curve(**held["curves"][way]) for way in ways}
+        else:
+            curves = side_by_side(task, ways, seed)
+            kept.put(part, {"task": repr(task), "curves": {way: asdict(curve) for way, curve in curves.items()}})
+        for way, curve in curves.items():
             found[way].append(curve)
     return found
 
@@ -151,6 +173,9 @@ def side_by_side(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]
     base = {"epochs": task.epochs, "seed": seed, "freeze": None, "undo_bytes": 0, **task.keywords}
     source = load(task.data, **task.options)
     sessions = {way: Session(task.model, source, **{**base, **_keywords(task, way, source)}) for way in ways}
+    if task.channels_last:
+        for session in sessions.values():
+            session.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     clocks = {way: _Clock(session) for way, session in sessions.items()}
     if COMPOSER in clocks:
         clocks[COMPOSER].after_pass = _composed(sessions[COMPOSER])

@@ -124,6 +124,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, str]:
+    """What the figures were measured with.
+
+    Example:
+        >>> sorted(versions())
+        ['egeria-lab', 'numpy', 'python', 'torch']
+    """
+    found = {name: version(name) for name in ("egeria-lab", "torch", "numpy")}
+    return {"python": platform.python_version(), **found}
+
+
 def result(
     suite: str,
     rows: Sequence[Mapping[str, Any]],
@@ -147,10 +158,7 @@ def result(
     return {
         "suite": suite,
         "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("egeria-lab", "torch", "numpy")},
-        },
+        "versions": versions(),
         "seeds": list(seeds),
         "rows": [dict(row) for row in rows],
         "goals": [dict(each) for each in goals],

@@ -20,7 +20,10 @@ from egeria_lab.benchmarks import (
 from egeria_lab.benchmarks.harness import Result
 from egeria_lab.errors import unknown_name
 
-SUITES: dict[str, tuple[Callable[[bool], Result], str]] = {
+KEEPS_PARTS = frozenset({"freezing"})
+"""Suites of hours: their `run` also takes the folder of the results, and keeps there what is done."""
+
+SUITES: dict[str, tuple[Callable[..., Result], str]] = {
     "overhead": (overhead.run, "our step against a hand-written loop, with and without plasticity readings"),
     "reference": (reference.run, "int8 against float32 reference: speed, rank correlation, freeze order"),
     "memory": (memory.run, "what autograd keeps for the backward pass as layers freeze"),
@@ -44,8 +47,8 @@ SUITES: dict[str, tuple[Callable[[bool], Result], str]] = {
 }
 
 
-def suite(name: str) -> Callable[[bool], Result]:
-    """The function that runs the suite called `name`.
+def suite(name: str) -> Callable[..., Result]:
+    """The function that runs the suite called `name`; its first argument is whether to be quick.
 
     Raises:
         UnknownNameError: when there is none.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from egeria_lab.benchmarks import freezing
 from egeria_lab.benchmarks.freezing import WAYS, Task, compare
 from egeria_lab.benchmarks.freezing_figures import PLAIN, Curve, goals_of, row_of
+from egeria_lab.benchmarks.kept_parts import KeptParts
 
 TINY = Task("mlp", "digits", 3, {})
 
@@ -84,3 +88,45 @@ def test_ways_run_side_by_side_and_evaluations_are_not_counted() -> None:
     assert 0.02 < rows["fixed list"]["counted_saving"] < 0.6
     assert found["plots"][0]["title"] == "digits: accuracy against time"
     assert rows["fixed list"]["frozen_layers_at_the_end"] == 2
+
+
+def test_a_suite_that_was_stopped_goes_on_with_the_seeds_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = freezing.side_by_side
+    trained: list[int | str] = []
+
+    def stopped(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]:
+        if seed in trained:
+            raise AssertionError(f"seed {seed} is trained twice")
+        if seed == 1 and not trained.count("stopped"):
+            trained.append("stopped")
+            raise KeyboardInterrupt
+        trained.append(seed)
+        return train(task, ways, seed)
+
+    monkeypatch.setattr(freezing, "side_by_side", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compare({"digits": TINY}, (PLAIN, "fixed list"), seeds=[0, 1], folder=tmp_path / "parts")
+    found = compare({"digits": TINY}, (PLAIN, "fixed list"), seeds=[0, 1], folder=tmp_path / "parts")
+    assert trained == [0, "stopped", 1]
+    assert [row["seeds"] for row in found["rows"]] == [2, 2]
+    assert not (tmp_path / "parts").exists()  # the next run measures anew
+
+
+@pytest.mark.parametrize("other", [{"epochs": 2.0}, {"keywords": {"lr": 0.05}}])
+def test_a_kept_seed_of_another_task_is_trained_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(KeptParts, "clear", lambda self: None)
+    whole = compare({"digits": TINY}, (PLAIN,), seeds=[0], folder=tmp_path)
+    changed = compare({"digits": replace(TINY, **other)}, (PLAIN,), seeds=[0], folder=tmp_path)
+    assert whole["rows"][0]["seconds"] != changed["rows"][0]["seconds"]
+
+
+def test_a_broken_part_is_measured_anew(tmp_path: Path) -> None:
+    kept = KeptParts(tmp_path, {"a": 1})
+    kept.put("x", 2)
+    assert kept.get("x") == 2
+    (tmp_path / "x.json").write_text("{", encoding="utf-8")
+    assert kept.get("x") is None
