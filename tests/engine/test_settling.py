@@ -293,16 +293,21 @@ def test_undo_goes_back_into_the_middle_of_it(make: Make) -> None:
 
 
 def test_with_masks_nothing_under_one_is_ever_moved(make: Make) -> None:
-    session = make(sparsity=lab.MEST(sparsity=0.8))
-    layer = until_it_settles(session)
+    # growing masks keep a sparse layer moving, how long depends on the processor's rounding: settle early for sure
+    session = make({"tolerance": 5.0}, sparsity=lab.MEST(sparsity=0.8))
+    while not session.events.of(LayerSettling):
+        session.step()
+    layer = session.events.of(LayerSettling)[0].layer  # type: ignore[attr-defined]
     assert session.sparse is not None
-    masks = session.sparse.masks.masks
     parameters = dict(session.model.named_parameters())
-    mine = [name for name in masks if name.startswith(f"{layer}.")]
+    mine = [name for name in session.sparse.masks.masks if name.startswith(f"{layer}.")]
     assert mine
+    first = {name: session.sparse.masks.masks[name].clone() for name in mine}
     for _ in range(2 * PER_EPOCH):
         session.step()
+        masks = session.sparse.masks.masks
         assert all(not parameters[name][~masks[name]].any() for name in mine)
+    assert any(not torch.equal(first[name], masks[name]) for name in mine)  # else nothing was shown
 
 
 def test_without_it_no_step_is_looked_at(make: Make) -> None:
@@ -324,9 +329,9 @@ def test_bad_values_and_loops_of_ones_own_are_refused() -> None:
         )
 
 
-def test_the_preset_settles_for_a_sixth_of_the_plan() -> None:
-    rule = lab.presets.settled(epochs=9, tolerance=0.4)["freeze"]
-    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (1.5, 0.4, "never")
+def test_the_preset_settles_for_a_quarter_of_the_plan() -> None:
+    rule = lab.presets.settled(epochs=10, tolerance=0.4)["freeze"]
+    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (2.5, 0.4, "never")
     assert lab.presets.settled(cache=False)["cache"] is None
     with pytest.raises(InvalidSettingError, match=r"settled\.epochs must be a number > 0, got 0"):
         lab.presets.settled(epochs=0)
