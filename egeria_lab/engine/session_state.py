@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
 from egeria_lab.checkpoint.tree import Tree, copied, num_bytes, storages
 from egeria_lab.engine.adopting import Adoption
+from egeria_lab.engine.model_state import lay_out, load_model, model_state
 from egeria_lab.engine.optimizer_set import kind_of
 from egeria_lab.engine.optimizer_state import load_optimizer_state, optimizer_state
 from egeria_lab.errors import CheckpointError, EgeriaLabError, InvalidSettingError
@@ -60,7 +58,7 @@ def capture(session: Any) -> SessionState:
             "pass_owed": session._pass_owed,
             "layers": session.layers.names,
             "data": _facts(session),
-            "model": _model_state(session.model),
+            "model": model_state(session.model),
             "optimizer": optimizer_state(session.model, session.optimizer),
             "rule": None if session.rule is None else type(session.rule).__name__,
             "parts": {name: part.state_dict() for name, part in parts_of(session).items()},
@@ -179,6 +177,7 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
         parts.pop("rule", None)
         states.pop("rule", None)
     adoption.prepare()
+    lay_out(session.model, tree["model"])  # optimizer state, also of what is frozen, lies in memory as its weights do
     if tree["optimizer"]["kind"] != kind_of(session.optimizer):
         for parked in states["freezer"]["parked"]:
             parked["state"] = {}
@@ -200,7 +199,7 @@ def _restore(session: Any, tree: dict[str, Any], keep_events: bool, asked: Mappi
                 f"The activation cache's {states[name]['rows']:,} rows are in no checkpoint: they are computed again."
             )
         if name == "freezer":  # what is frozen decides who is in the optimizer
-            _load_model(session.model, tree["model"])
+            load_model(session.model, tree["model"])
             notes += load_optimizer_state(
                 session.model, session.optimizer, tree["optimizer"], own_options=adoption.keeps_options
             )
@@ -227,46 +226,6 @@ def _hand_out_settings(session: Any) -> None:
 def _facts(session: Any) -> dict[str, Any]:
     facts: dict[str, Any] = session._train_source.facts()
     return facts
-
-
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    extra = {
-        name: module.get_extra_state()
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-    return {
-        "parameters": dict(model.named_parameters()),
-        "buffers": dict(model.named_buffers()),
-        "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "training": {name: module.training for name, module in model.named_modules()},
-        "extra": extra,
-    }
-
-
-def _load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    modules = dict(model.named_modules())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(state["parameters"][name])
-            parameter.requires_grad_(state["trainable"][name])
-            parameter.grad = None
-        for name, value in state["buffers"].items():
-            _load_buffer(modules, name, value)
-    for name, value in state["extra"].items():
-        modules[name].set_extra_state(value)
-    for name, training in state["training"].items():
-        modules[name].training = training
-
-
-def _load_buffer(modules: Mapping[str, nn.Module], name: str, value: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    now = modules[path]._buffers.get(last)
-    if now is not None and now.shape == value.shape and now.dtype == value.dtype:
-        now.copy_(value)
-    else:  # it grew during training
-        device = next((p.device for p in modules[""].parameters()), value.device)
-        modules[path]._buffers[last] = value.to(device if now is None else now.device)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
