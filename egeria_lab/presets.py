@@ -47,8 +47,8 @@ def egeria(*, tolerance: float = 0.2, cache: bool = True) -> Keywords:
     return {"freeze": Plasticity(tolerance=tolerance), "cache": _cache("egeria", cache)}
 
 
-def settled(*, epochs: float = 20.0, tolerance: float = 1.0, cache: bool = True) -> Keywords:
-    """Freezing by measured plasticity that begins early and costs little: layers settle for a quarter of the plan.
+def settled(*, epochs: float = 20.0, settle: float = 1 / 3, tolerance: float = 1.0, cache: bool = True) -> Keywords:
+    """Freezing by measured plasticity that begins early and costs little: layers settle for a third of the plan.
 
     For one training with a falling learning rate, from the beginning: nothing thaws. A layer begins to settle when it
     moves no faster any more than at first; readings compare 16 rows, which cost a quarter of what 64 cost. Measured by
@@ -56,6 +56,8 @@ def settled(*, epochs: float = 20.0, tolerance: float = 1.0, cache: bool = True)
 
     Args:
         epochs: planned passes over the data, > 0: give the session the same.
+        settle: share of the plan over which a layer comes to rest before it freezes, in (0, 1). Less is faster and
+            costs more accuracy.
         tolerance: share of a layer's own first slopes below which it is stable, and begins to settle.
         cache: False computes the frozen front anew in each step.
 
@@ -64,12 +66,13 @@ def settled(*, epochs: float = 20.0, tolerance: float = 1.0, cache: bool = True)
 
     Example:
         >>> settled(epochs=12)["freeze"].settle_epochs
-        3.0
+        4.0
     """
     require(is_number(epochs) and epochs > 0, "settled", "epochs", epochs, "a number > 0")
+    require(is_number(settle) and 0 < settle < 1, "settled", "settle", settle, "a number in (0, 1)")
     rule = Plasticity(
         interval_steps=5, window=6, patience=3, tolerance=tolerance, refresh_on_freeze=False, freeze_together=True,
-        probe_rows=16, thaw="never", settle_epochs=epochs / 4,
+        probe_rows=16, thaw="never", settle_epochs=epochs * settle,
     )  # fmt: skip
     return {"freeze": rule, "cache": _cache("settled", cache)}
 

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from egeria_lab import presets
+from egeria_lab.algorithms.freeze_policy import Plasticity
 from egeria_lab.algorithms.freeze_schedule import Schedule
 from egeria_lab.algorithms.gradient_norm import GradientNorm
 from egeria_lab.algorithms.sieving.settings import CirculantSieve, LossSieve, RandomSieve
@@ -43,8 +44,11 @@ Pair = NDArray[np.float64]
 
 TURNS = 40
 """Into so many parts each training is cut, so that all ways run side by side."""
-RULE = replace(presets.settled()["freeze"], settle_epochs=0.0)
-"""Freezes at once, which shows what settling is for: the other ways with plasticity are those of `presets.settled`."""
+SETTLED: Plasticity = presets.settled(epochs=1)["freeze"]
+"""Ways with plasticity settle for the share of their plan that this says; see `_keywords`."""
+SOONER: Plasticity = presets.settled(epochs=1, settle=0.25)["freeze"]
+AT_ONCE = replace(SETTLED, settle_epochs=0.0)
+"""What settling is for is shown by doing without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,6 @@ TASKS = {
 }
 QUICK_TASK = Task("resnet8", "fashion-mini", 4, {"scheduler": "step"}, channels_last=True)
 
-AT_ONCE = "plasticity + cache, without settling"
 HALF = "plain, half the passes"
 """What is cheaper than any method and asks for nothing: to plan a shorter training. A method has to beat it."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -94,12 +97,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "loss sieve (InfoBatch)": {"sieve": LossSieve()},
     "random sieve 20 %": {"sieve": RandomSieve(fraction=0.2)},
     "circulant sieve 20 %": {"sieve": CirculantSieve(fraction=0.2)},
-    AT_ONCE: {"freeze": RULE, "cache": ActivationCache()},
-    "plasticity": {"freeze": RULE},
-    "plasticity + cache": {"freeze": RULE, "cache": ActivationCache()},
+    "plasticity + cache, without settling": {"freeze": AT_ONCE, "cache": ActivationCache()},
+    "plasticity + cache, settled sooner": {"freeze": SOONER, "cache": ActivationCache()},
+    "plasticity": {"freeze": SETTLED},
+    "plasticity + cache": {"freeze": SETTLED, "cache": ActivationCache()},
     "SpFDE 25 + 25": presets.spfde(),
-    "plasticity + cache + sieve": {"freeze": RULE, "cache": ActivationCache(), "sieve": CirculantSieve(fraction=0.2)},
-    "everything": {**presets.everything(sieve=0.3, sparsity=0.5), "freeze": RULE},
+    "plasticity + cache + sieve": {
+        "freeze": SETTLED,
+        "cache": ActivationCache(),
+        "sieve": CirculantSieve(fraction=0.2),
+    },
+    "everything": {**presets.everything(sieve=0.3, sparsity=0.5), "freeze": SOONER},
 }
 COMPOSER = "linear schedule (Composer's own code)"
 """Composer's function decides what of a session without a rule is frozen, at each end of a pass as its trainer does.
@@ -133,7 +141,7 @@ def compare(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    settings = {way: repr(WAYS.get(way)) for way in ways} | {"settled": repr(presets.settled())}
+    settings = {way: repr(WAYS.get(way)) for way in ways}
     kept = KeptParts(folder, {"machine": machine(), "versions": versions(), "settings": settings})
     rows: list[dict[str, Any]] = []
     goals: list[dict[str, Any]] = []
@@ -204,8 +212,9 @@ def _keywords(task: Task, way: str, source: Data) -> dict[str, Any]:
         return {"epochs": task.epochs / 2}
     if way != "fixed list":
         keywords = WAYS.get(way, {})
-        if keywords.get("freeze") is RULE and way != AT_ONCE:
-            keywords = {**keywords, "freeze": presets.settled(epochs=task.epochs)["freeze"]}
+        rule = keywords.get("freeze")
+        if isinstance(rule, Plasticity):
+            keywords = {**keywords, "freeze": replace(rule, settle_epochs=rule.settle_epochs * task.epochs)}
         return keywords
     session = Session(task.model, source, freeze=None, undo_bytes=0, **task.keywords)
     front = session.layers.names[: len(session.layers) // 2]

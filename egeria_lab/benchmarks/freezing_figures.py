@@ -23,6 +23,7 @@ OURS = frozenset(
         *GOALS,
         "plasticity",
         "plasticity + cache, without settling",
+        "plasticity + cache, settled sooner",
         "plasticity + cache + sieve",
         "circulant sieve 20 %",
         "SpFDE 25 + 25",

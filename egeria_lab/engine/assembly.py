@@ -92,7 +92,7 @@ def _tell_if_too_long(session: Any, settle_epochs: float) -> None:
     if settle_epochs >= planned:
         message = (
             f"Plasticity(settle_epochs={settle_epochs:g}) is as long as the whole plan of {planned:g} epochs: layers "
-            "would be trained less and less and none would freeze. A quarter of the plan is a good length."
+            "would be trained less and less and none would freeze. A third of the plan is a good length."
         )
         session.events.append(Notice(step=0, message=message))
 

@@ -329,9 +329,12 @@ def test_bad_values_and_loops_of_ones_own_are_refused() -> None:
         )
 
 
-def test_the_preset_settles_for_a_quarter_of_the_plan() -> None:
-    rule = lab.presets.settled(epochs=10, tolerance=0.4)["freeze"]
-    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (2.5, 0.4, "never")
+def test_the_preset_settles_for_a_third_of_the_plan() -> None:
+    rule = lab.presets.settled(epochs=12, tolerance=0.4)["freeze"]
+    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (4.0, 0.4, "never")
     assert lab.presets.settled(cache=False)["cache"] is None
+    assert lab.presets.settled(epochs=12, settle=0.25)["freeze"].settle_epochs == 3.0
     with pytest.raises(InvalidSettingError, match=r"settled\.epochs must be a number > 0, got 0"):
         lab.presets.settled(epochs=0)
+    with pytest.raises(InvalidSettingError, match=r"settled\.settle must be a number in \(0, 1\), got 1"):
+        lab.presets.settled(settle=1)
