@@ -20,7 +20,11 @@ PAIR = ("seconds", "flops")
 """The x axes of the two charts of accuracy."""
 
 MOST_POINTS = 400
-LOOKS = {"rule": ("frozen by the rule", "#56B4E9", ""), "hand": ("frozen by hand", "#E69F00", "/")}
+LOOKS = {
+    "rule": ("frozen by the rule", "#56B4E9", "", 0.8),
+    "hand": ("frozen by hand", "#E69F00", "/", 0.8),
+    "settling": ("settling: trained less and less", "rgba(86,180,233,0.5)", "", 0.3),
+}
 
 
 def look(index: int) -> tuple[str, str, str]:
@@ -110,7 +114,7 @@ def _timeline(figure: go.Figure, run: Run, row: int, x: str) -> None:
         name="trained", showlegend=row == 2, legendgroup="trained", row=row, col=1,
         marker={"color": "rgba(128,128,128,0.18)"},
     )  # fmt: skip
-    for kind, (words, colour, pattern) in LOOKS.items():
+    for kind, (words, colour, pattern, width) in LOOKS.items():
         mine = [span for span in spans(run.events, last) if span.kind == kind and span.layer in place]
         if not mine:
             continue
@@ -118,7 +122,7 @@ def _timeline(figure: go.Figure, run: Run, row: int, x: str) -> None:
         stop = x_of_steps(run.history, [float(s.end) for s in mine], x)
         shown = any(trace.name == words for trace in figure.data)
         figure.add_bar(
-            y=[place[s.layer] for s in mine], x=stop - start, base=start, orientation="h", name=words, width=0.8,
+            y=[place[s.layer] for s in mine], x=stop - start, base=start, orientation="h", name=words, width=width,
             legendgroup=kind, showlegend=not shown, textposition="none", hovertemplate="%{text}<extra></extra>",
             marker={"color": colour, "pattern": hatch(pattern), "line": {"width": 0}},
             text=[html.escape(f"{s.layer}, steps {s.start:,} to {s.end:,}: {s.reason}") for s in mine], row=row, col=1,

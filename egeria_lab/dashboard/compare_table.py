@@ -63,7 +63,7 @@ def measures(run: Run) -> Measures:
     valid = valid[np.isfinite(valid)]
     flops, full = float(np.nansum(steps["train_flops"])), float(np.nansum(steps["full_flops"]))
     last = int(steps["step"][-1]) if len(steps["step"]) else 0
-    frozen = {span.layer for span in spans(run.events, last + 1) if span.kind != "pin" and span.end == last + 1}
+    frozen = {span.layer for span in spans(run.events, last + 1) if span.is_frozen and span.end == last + 1}
     return Measures(
         steps=last,
         final_accuracy=float(valid[-1]) if len(valid) else None,

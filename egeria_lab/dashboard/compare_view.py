@@ -9,7 +9,7 @@ from egeria_lab.dashboard.compare_figure import NO_STEPS, PAIR, look
 from egeria_lab.dashboard.compare_runs import Run
 from egeria_lab.dashboard.compare_table import accuracy_points, cells, differing_cells
 from egeria_lab.dashboard.series import Curve, spans, thin
-from egeria_lab.dashboard.static_view import SPAN_LOOKS
+from egeria_lab.dashboard.static_view import SPAN_LOOKS, span_key
 from egeria_lab.dashboard.svg import Frame, dot, fallback, legend, line, panel, rectangle, text
 from egeria_lab.tables import amount, html_table
 
@@ -93,9 +93,8 @@ def _timelines(runs: Sequence[Run]) -> str:
     if not last:
         return ""
     parts = [_timeline(run, last) for run in runs]
-    looks = (("frozen by the rule", "rule"), ("frozen by hand (dashed edge)", "hand"))
-    key = legend([(words, SPAN_LOOKS[kind][0], "") for words, kind in looks])
-    return "".join(parts) + f"<div>{key}</div>"
+    settled = {span.kind for run in runs for span in spans(run.events, last)} & {"settling"}
+    return "".join(parts) + f"<div>{span_key({'rule', 'hand'} | settled)}</div>"
 
 
 def _timeline(run: Run, last: int) -> str:
@@ -111,11 +110,13 @@ def _timeline(run: Run, last: int) -> str:
         if index % max(1, 12 // row) == 0:
             body.append(text(frame.left - 4, place[name] + min(row - 2, 10), name[-14:], anchor="end"))
     for span in spans(run.events, mine):
-        if span.layer in place and span.kind in ("rule", "hand"):
-            colour, dash = SPAN_LOOKS[span.kind]
+        if span.layer in place and span.kind != "pin":
+            colour, dash, height, _ = SPAN_LOOKS[span.kind]
+            thick = (row - 1) * height
             hover = f"{span.layer}, steps {span.start:,} to {span.end:,}: {span.reason}"
             left, right = frame.x(span.start), frame.x(span.end)
-            body.append(rectangle(left, place[span.layer], right - left, row - 1, colour, dash=dash, hover=hover))
+            top = place[span.layer] + (row - 1 - thick) / 2
+            body.append(rectangle(left, top, right - left, thick, colour, dash=dash, hover=hover))
     title = f"Freeze timeline: {run.name}"
     return panel(title, frame.svg("".join(body), html.escape(title)))
 

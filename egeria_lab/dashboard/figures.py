@@ -107,6 +107,7 @@ def _span_bars(figure: go.Figure, history: History, events: list[Event], x: str,
     looks = {
         "rule": ("frozen by the rule", "#56B4E9", "", 0.8),
         "hand": ("frozen by hand", "#E69F00", "/", 0.8),
+        "settling": ("settling: trained less and less", "rgba(86,180,233,0.5)", "", 0.3),
         "pin": ("pinned: no rule may freeze it", "#CC79A7", ".", 0.26),
     }
     for kind, (name, colour, pattern, width) in looks.items():

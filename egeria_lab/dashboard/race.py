@@ -168,7 +168,7 @@ class Race:
         frozen = [
             [fork.history.layer_names.index(span.layer), max(span.start, start), span.end]
             for span in spans(fork.events, fork.steps_done)
-            if span.kind != "pin" and span.end >= start
+            if span.is_frozen and span.end >= start
         ]
         run = self._session.history
         return {

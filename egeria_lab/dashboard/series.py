@@ -6,7 +6,7 @@ The file is one piece because all of it answers one question: where does each po
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from egeria_lab.errors import unknown_name
-from egeria_lab.events import Event, LayerFrozen, LayerPinned, LayerThawed, LayerUnpinned
+from egeria_lab.events import (
+    Event,
+    LayerFrozen,
+    LayerPinned,
+    LayerSettling,
+    LayerThawed,
+    LayerUnpinned,
+    SettlingEnded,
+)
 from egeria_lab.history import Array, History
 
 X_AXES = {
@@ -176,10 +184,10 @@ def trailing_mean(y: Array, window: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of steps in which a layer module was frozen or pinned.
+    """A stretch of steps in which a layer module was frozen, settled or was pinned.
 
     Attributes:
-        kind: ``"rule"`` or ``"hand"`` (who froze it), or ``"pin"``.
+        kind: ``"rule"`` or ``"hand"`` (who froze it), ``"settling"`` or ``"pin"``.
     """
 
     layer: str
@@ -188,9 +196,14 @@ class Span:
     kind: str
     reason: str = ""
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the layer was not trained at all."""
+        return self.kind in ("rule", "hand")
+
 
 def spans(events: Iterable[Event], last_step: int) -> list[Span]:
-    """The frozen and pinned stretches of all layer modules; those still open end at `last_step`.
+    """The frozen, settling and pinned stretches of all layer modules; those still open end at `last_step`.
 
     Example:
         >>> log = [LayerFrozen(step=3, by="rule", layer="a"), LayerThawed(step=5, by="user", layer="a")]
@@ -199,19 +212,30 @@ def spans(events: Iterable[Event], last_step: int) -> list[Span]:
     """
     open_spans: dict[tuple[str, str], Span] = {}
     done: list[Span] = []
+
+    def end(layer: str, state: str, step: int) -> None:
+        ended = open_spans.pop((layer, state), None)
+        if ended is not None:
+            done.append(replace(ended, end=step))
+
     for event in events:
         match event:
             case LayerFrozen():
+                end(event.layer, "settling", event.step)
                 kind = "hand" if event.by in HANDS else "rule"
                 span = Span(event.layer, event.step, last_step, kind, event.reason)
                 open_spans.setdefault((event.layer, "frozen"), span)
             case LayerPinned():
                 open_spans.setdefault((event.layer, "pinned"), Span(event.layer, event.step, last_step, "pin"))
-            case LayerThawed() | LayerUnpinned():
-                state = "frozen" if isinstance(event, LayerThawed) else "pinned"
-                ended = open_spans.pop((event.layer, state), None)
-                if ended is not None:
-                    done.append(Span(ended.layer, ended.start, event.step, ended.kind, ended.reason))
+            case LayerSettling():
+                span = Span(event.layer, event.step, last_step, "settling", event.reason)
+                open_spans.setdefault((event.layer, "settling"), span)
+            case SettlingEnded():
+                end(event.layer, "settling", event.step)
+            case LayerThawed():
+                end(event.layer, "frozen", event.step)
+            case LayerUnpinned():
+                end(event.layer, "pinned", event.step)
     return sorted([*done, *open_spans.values()], key=lambda span: span.start)
 
 

@@ -7,7 +7,7 @@ the page around it, so that light and dark themes both work.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -43,8 +43,13 @@ DASHES = ("", "7 3", "2 3")
 SHADES = 8
 """Steps of darkness in the heat map."""
 
-SPAN_LOOKS = {"rule": ("#56B4E9", ""), "hand": ("#E69F00", "4 2"), "pin": ("#CC79A7", "1 2")}
-"""Colour and outline of frozen and pinned stretches, by who caused them."""
+SPAN_LOOKS = {
+    "rule": ("#56B4E9", "", 1.0, "frozen by the rule"),
+    "hand": ("#E69F00", "4 2", 1.0, "frozen by hand (dashed edge)"),
+    "settling": ("#56B4E9", "", 0.4, "settling (narrow)"),
+    "pin": ("#CC79A7", "1 2", 0.35, "pinned (narrow)"),
+}
+"""Colour, outline, height and words of frozen, settling and pinned stretches."""
 
 
 def static_html(session: SessionView) -> str:
@@ -213,29 +218,27 @@ def _timeline(history: History, events: list[Event], layers: Sequence[LayerRow])
     row = 16 if len(names) <= MOST_LINES else max(3, min(6, 480 // len(names)))
     frame = Frame(0.0, float(last), 0.0, 1.0, height=row * len(names) + 46, left=92)
     place = {name: frame.top + row * index for index, name in enumerate(names)}
-    every = max(1, 12 // row)
+    every, whole = max(1, 12 // row), frame.x(last) - frame.left
     body = [frame.x_axis("training step")]
     for index, name in enumerate(names):
         hover = f"{name}: {state.get(name, 'active')}"
-        body.append(
-            rectangle(frame.left, place[name], frame.x(last) - frame.left, row - 2, "currentColor", opacity=0.1)
-        )
+        body.append(rectangle(frame.left, place[name], whole, row - 2, "currentColor", opacity=0.1))
         if index % every == 0:
             body.append(text(frame.left - 4, place[name] + min(row - 3, 10), name[-14:], anchor="end", hover=hover))
-    for span in spans(events, last):
-        if span.layer in place:
-            colour, dash = SPAN_LOOKS[span.kind]
-            thin = (row - 2) * (0.35 if span.kind == "pin" else 1.0)
-            top = place[span.layer] + (row - 2 - thin) / 2
-            hover = f"{span.layer}, steps {span.start} to {span.end}: {span.reason or 'pinned'}"
-            width = frame.x(span.end) - frame.x(span.start)
-            body.append(rectangle(frame.x(span.start), top, width, thin, colour, dash=dash, hover=hover))
-    key = legend([
-        ("frozen by the rule", SPAN_LOOKS["rule"][0], ""),
-        ("frozen by hand (dashed edge)", SPAN_LOOKS["hand"][0], ""),
-        ("pinned (narrow)", SPAN_LOOKS["pin"][0], ""),
-    ])  # fmt: skip
+    found = [span for span in spans(events, last) if span.layer in place]
+    for span in found:
+        colour, dash, height, _ = SPAN_LOOKS[span.kind]
+        thin = (row - 2) * height
+        left, top = frame.x(span.start), place[span.layer] + (row - 2 - thin) / 2
+        hover = f"{span.layer}, steps {span.start} to {span.end}: {span.reason or 'pinned'}"
+        body.append(rectangle(left, top, frame.x(span.end) - left, thin, colour, dash=dash, hover=hover))
+    key = span_key({"rule", "hand", "pin"} | {span.kind for span in found})
     return panel(title, frame.svg("".join(body), "which layers were frozen when") + key)
+
+
+def span_key(kinds: Container[str]) -> str:
+    """What the stretches of a timeline mean."""
+    return legend([(words, colour, "") for kind, (colour, _, _, words) in SPAN_LOOKS.items() if kind in kinds])
 
 
 def _samples(history: History) -> list[str]:
