@@ -46,8 +46,10 @@ TURNS = 40
 """Into so many parts each training is cut, so that all ways run side by side."""
 SETTLED: Plasticity = presets.settled(epochs=1)["freeze"]
 """Ways with plasticity settle for the share of their plan that this says; see `_keywords`."""
-SOONER: Plasticity = presets.settled(epochs=1, settle=0.25)["freeze"]
-AT_ONCE = replace(SETTLED, settle_epochs=0.0)
+THIRD: Plasticity = presets.settled(epochs=1, settle=1 / 3, bootstrap_rate=None)["freeze"]
+QUARTER: Plasticity = presets.settled(epochs=1, settle=1 / 4, bootstrap_rate=None)["freeze"]
+"""These do not wait for the learning rate to fall."""
+AT_ONCE = replace(QUARTER, settle_epochs=0.0)
 """What settling is for is shown by doing without."""
 
 
@@ -98,7 +100,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "random sieve 20 %": {"sieve": RandomSieve(fraction=0.2)},
     "circulant sieve 20 %": {"sieve": CirculantSieve(fraction=0.2)},
     "plasticity + cache, without settling": {"freeze": AT_ONCE, "cache": ActivationCache()},
-    "plasticity + cache, settled sooner": {"freeze": SOONER, "cache": ActivationCache()},
+    "plasticity + cache, a third from the start": {"freeze": THIRD, "cache": ActivationCache()},
+    "plasticity + cache, a quarter from the start": {"freeze": QUARTER, "cache": ActivationCache()},
     "plasticity": {"freeze": SETTLED},
     "plasticity + cache": {"freeze": SETTLED, "cache": ActivationCache()},
     "SpFDE 25 + 25": presets.spfde(),
@@ -107,7 +110,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "cache": ActivationCache(),
         "sieve": CirculantSieve(fraction=0.2),
     },
-    "everything": {**presets.everything(sieve=0.3, sparsity=0.5), "freeze": SOONER},
+    "everything": {**presets.everything(sieve=0.3, sparsity=0.5), "freeze": QUARTER},
 }
 COMPOSER = "linear schedule (Composer's own code)"
 """Composer's function decides what of a session without a rule is frozen, at each end of a pass as its trainer does.

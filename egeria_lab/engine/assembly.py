@@ -72,6 +72,8 @@ def make_steering(session: Any, park_state: str) -> Steering:
         if session.cache is not None:
             session.cache.moves_soon = lambda: settler.is_busy
         _tell_if_too_long(session, session.policy.settings.settle_epochs)
+    if session.policy is not None:
+        _tell_if_the_rate_stays(session, session.policy.settings.bootstrap_rate)
     session.sieve.plan_with(session.budget, session._passes, lambda: int(session.steps_done))
     steering.handle(c.Extend, _extending(session))
     steering.owners["sieve"] = session.sieve.change
@@ -92,7 +94,17 @@ def _tell_if_too_long(session: Any, settle_epochs: float) -> None:
     if settle_epochs >= planned:
         message = (
             f"Plasticity(settle_epochs={settle_epochs:g}) is as long as the whole plan of {planned:g} epochs: layers "
-            "would be trained less and less and none would freeze. A third of the plan is a good length."
+            "would be trained less and less and none would freeze. A tenth of the plan is a good length."
+        )
+        session.events.append(Notice(step=0, message=message))
+
+
+def _tell_if_the_rate_stays(session: Any, bootstrap_rate: float | None) -> None:
+    if bootstrap_rate is not None and bootstrap_rate < 1 and session._arguments.get("scheduler") == "constant":
+        message = (
+            f"Plasticity(bootstrap_rate={bootstrap_rate:g}) waits for the learning rate to fall, and "
+            "scheduler='constant' never lets it: nothing will be frozen by the rule. Give another scheduler, or "
+            "bootstrap_rate=None."
         )
         session.events.append(Notice(step=0, message=message))
 

@@ -329,12 +329,22 @@ def test_bad_values_and_loops_of_ones_own_are_refused() -> None:
         )
 
 
-def test_the_preset_settles_for_a_third_of_the_plan() -> None:
-    rule = lab.presets.settled(epochs=12, tolerance=0.4)["freeze"]
-    assert (rule.settle_epochs, rule.tolerance, rule.thaw) == (4.0, 0.4, "never")
+def test_the_preset_settles_for_a_tenth_of_the_plan_once_the_rate_has_fallen() -> None:
+    rule = lab.presets.settled(epochs=20, tolerance=0.4)["freeze"]
+    assert (rule.settle_epochs, rule.tolerance, rule.bootstrap_rate, rule.thaw) == (2.0, 0.4, 0.5, "never")
+    assert lab.presets.settled(bootstrap_rate=None)["freeze"].bootstrap_rate is None
     assert lab.presets.settled(cache=False)["cache"] is None
     assert lab.presets.settled(epochs=12, settle=0.25)["freeze"].settle_epochs == 3.0
     with pytest.raises(InvalidSettingError, match=r"settled\.epochs must be a number > 0, got 0"):
         lab.presets.settled(epochs=0)
     with pytest.raises(InvalidSettingError, match=r"settled\.settle must be a number in \(0, 1\), got 1"):
         lab.presets.settled(settle=1)
+
+
+@pytest.mark.parametrize(("scheduler", "rate", "told"), [("constant", 0.5, 1), ("constant", None, 0), ("step", 0.5, 0)])
+def test_a_rate_that_never_falls_is_told_at_the_start(
+    make: Make, scheduler: str, rate: float | None, told: int
+) -> None:
+    session = make({"bootstrap_rate": rate}, scheduler=scheduler)
+    found = [one.message for one in session.events.of(Notice) if isinstance(one, Notice)]
+    assert sum("nothing will be frozen by the rule" in message for message in found) == told
