@@ -55,11 +55,13 @@ def settled(
     bootstrap_rate: float | None = 0.5,
     cache: bool = True,
 ) -> Keywords:
-    """Freezing by measured plasticity that costs next to no accuracy: layers come to rest once the rate has fallen.
+    """Freezing by measured plasticity that costs little accuracy: layers come to rest once the learning rate has fallen.
 
     For one training with a falling learning rate, from the beginning: nothing thaws. A layer begins to settle when it
-    moves no faster any more than at first; readings compare 16 rows, which cost a quarter of what 64 cost. Measured by
-    ``egeria-lab bench freezing``.
+    moves no faster any more than at first; readings compare 16 rows, which cost a quarter of what 64 cost. ResNet-8,
+    12 passes over blue-marble, and a small Transformer, 10 over pronounce, three seeds, against plain training of the
+    same seed: -0.3, 0.0 and -1.5 and -0.5, -0.3 and -0.2 points at × 1.38 and × 1.44 of the speed.
+    Measured by ``egeria-lab bench freezing``.
 
     Args:
         epochs: planned passes over the data, > 0: give the session the same.

@@ -222,7 +222,7 @@ def test_gone_on_with_another_length_what_has_begun_keeps_its_own(make: Make, ot
 
 
 def test_the_cache_waits_until_nothing_settles_and_changes_no_bit(make: Make, tmp_path: Path) -> None:
-    plain, cached = make(), make(cache=lab.ActivationCache(directory=tmp_path))
+    plain, cached = make(), make(cache=lab.ActivationCache(directory=tmp_path, self_profiling=False))
     frozen_while_others_settle = 0
     for _ in range(400):
         plain.step()
