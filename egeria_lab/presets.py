@@ -55,7 +55,7 @@ def settled(
     bootstrap_rate: float | None = 0.5,
     cache: bool = True,
 ) -> Keywords:
-    """Freezing by measured plasticity that costs little accuracy: layers come to rest once the learning rate has fallen.
+    """Freezing by measured plasticity that costs little accuracy: layers come to rest once the rate has fallen.
 
     For one training with a falling learning rate, from the beginning: nothing thaws. A layer begins to settle when it
     moves no faster any more than at first; readings compare 16 rows, which cost a quarter of what 64 cost. ResNet-8,
