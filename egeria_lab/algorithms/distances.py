@@ -104,7 +104,8 @@ def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
     x, y = _same_shape(a, b)
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=1, eps=1e-30)
     both_zero = (x == 0).all(dim=1) & (y == 0).all(dim=1)
-    return torch.where(both_zero, torch.zeros_like(cosine), 1 - cosine).mean()
+    apart = (1 - cosine).clamp(0, 2)  # rounding goes beyond both ends by 1e-8
+    return torch.where(both_zero, torch.zeros_like(cosine), apart).mean()
 
 
 def relative_l2_distance(a: Tensor, b: Tensor) -> Tensor:

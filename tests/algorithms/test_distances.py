@@ -208,3 +208,12 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown distance 'spp'\. Did you mean 'sp'\? Known: sp, cka"):
         distance("spp")
     assert [distance(name) for name in DISTANCES] == list(DISTANCES.values())
+
+
+def test_a_cosine_distance_is_never_below_zero_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(20_000, 7, generator=generator)
+    singles = [float(cosine_distance(row[None], 3 * row[None])) for row in rows[:2000]]
+    assert min(singles) >= 0
+    assert float(cosine_distance(rows, 3 * rows)) < 1e-6
+    assert max(float(cosine_distance(row[None], -row[None])) for row in rows[:2000]) <= 2
