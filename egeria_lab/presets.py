@@ -58,10 +58,10 @@ def settled(
     """Freezing by measured plasticity that costs little accuracy: layers come to rest once the rate has fallen.
 
     For one training with a falling learning rate, from the beginning: nothing thaws. A layer begins to settle when it
-    moves no faster any more than at first; readings compare 16 rows, which cost a quarter of what 64 cost. ResNet-8,
-    12 passes over blue-marble, and a small Transformer, 10 over pronounce, three seeds, against plain training of the
-    same seed: -0.3, 0.0 and -1.5 and -0.5, -0.3 and -0.2 points at × 1.38 and × 1.44 of the speed.
-    Measured by ``egeria-lab bench freezing``.
+    moves no faster any more than at first; readings compare 16 rows. Three seeds against plain training of the same
+    seed, step schedule, each trained on its own (so that the speed, in processor time, is rough): ResNet-8, 12 passes
+    over blue-marble, -0.3, 0.0 and -1.5 points at × 1.38; a small Transformer, 10 passes over pronounce, -0.5, -0.3 and
+    -0.2 points at × 1.44. ``egeria-lab bench freezing`` trains it side by side with others.
 
     Args:
         epochs: planned passes over the data, > 0: give the session the same.

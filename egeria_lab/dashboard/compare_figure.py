@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from egeria_lab.dashboard.compare_runs import Run
 from egeria_lab.dashboard.compare_table import accuracy_points
-from egeria_lab.dashboard.figure_style import COLOURS, SYMBOLS, dress, empty_figure, hatch
+from egeria_lab.dashboard.figure_style import COLOURS, SPAN_BARS, SYMBOLS, dress, empty_figure, hatch
 from egeria_lab.dashboard.series import X_AXES, spans, thin, x_of_steps
 
 TITLE = "Runs compared"
@@ -20,11 +20,6 @@ PAIR = ("seconds", "flops")
 """The x axes of the two charts of accuracy."""
 
 MOST_POINTS = 400
-LOOKS = {
-    "rule": ("frozen by the rule", "#56B4E9", "", 0.8),
-    "hand": ("frozen by hand", "#E69F00", "/", 0.8),
-    "settling": ("settling: trained less and less", "rgba(86,180,233,0.5)", "", 0.3),
-}
 
 
 def look(index: int) -> tuple[str, str, str]:
@@ -114,7 +109,7 @@ def _timeline(figure: go.Figure, run: Run, row: int, x: str) -> None:
         name="trained", showlegend=row == 2, legendgroup="trained", row=row, col=1,
         marker={"color": "rgba(128,128,128,0.18)"},
     )  # fmt: skip
-    for kind, (words, colour, pattern, width) in LOOKS.items():
+    for kind, (words, colour, pattern, width) in SPAN_BARS.items():
         mine = [span for span in spans(run.events, last) if span.kind == kind and span.layer in place]
         if not mine:
             continue

@@ -36,6 +36,12 @@ MOST_LINES = 12
 MOST_DECADES = 8.0
 """A logarithmic axis starts no further than this below the largest value; zooming out shows the rest."""
 
+SPAN_BARS = {
+    "rule": ("frozen by the rule", "#56B4E9", "", 0.8),
+    "hand": ("frozen by hand", "#E69F00", "/", 0.8),
+    "settling": ("settling: trained less and less", "rgba(86,180,233,0.5)", "", 0.3),
+}
+"""Words, colour, hatching and width of a layer's stretches in a timeline."""
 NO_READING = "no reading yet: bootstrapping until the loss settles"
 NO_STEP = "no step yet: press Start or call session.start()"
 

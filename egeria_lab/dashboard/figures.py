@@ -19,6 +19,7 @@ from egeria_lab.dashboard.figure_style import (
     COLOURS,
     MOST_LINES,
     NO_STEP,
+    SPAN_BARS,
     dress,
     empty_figure,
     hatch,
@@ -104,12 +105,7 @@ def timeline_figure(
 def _span_bars(figure: go.Figure, history: History, events: list[Event], x: str, last: int) -> None:
     place = {name: index for index, name in enumerate(history.layer_names)}
     found = [span for span in spans(events, last) if span.layer in place]
-    looks = {
-        "rule": ("frozen by the rule", "#56B4E9", "", 0.8),
-        "hand": ("frozen by hand", "#E69F00", "/", 0.8),
-        "settling": ("settling: trained less and less", "rgba(86,180,233,0.5)", "", 0.3),
-        "pin": ("pinned: no rule may freeze it", "#CC79A7", ".", 0.26),
-    }
+    looks = {**SPAN_BARS, "pin": ("pinned: no rule may freeze it", "#CC79A7", ".", 0.26)}
     for kind, (name, colour, pattern, width) in looks.items():
         mine = [span for span in found if span.kind == kind]
         if not mine:
