@@ -41,6 +41,7 @@ from egeria_lab.engine.building import build_model, check_arguments, checked_sam
 from egeria_lab.engine.command_log import CommandLog
 from egeria_lab.engine.devices import choose_device
 from egeria_lab.engine.fair_lock import FairLock
+from egeria_lab.engine.interrupts import interrupts_held, interrupts_let_through
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.memory_guard import MemoryGuard
 from egeria_lab.engine.monitor import PlasticityMonitor
@@ -277,7 +278,7 @@ class Session(SteeringCalls):
 
     def advance(self) -> StepRecord:
         """One step: the only place where training state changes. Called by `step` and by the runner."""
-        with self._lock, self._uninterrupted():
+        with interrupts_held(), self._lock, self._uninterrupted():
             if self._pass_owed:  # the last step was made, and what follows the end of a pass failed
                 self.finish_pass()
             self.land_commands("step")
@@ -667,12 +668,13 @@ class Session(SteeringCalls):
             self.sparse.begin_step(number)
         together: AbstractContextManager[None] = nullcontext() if self.ranks is None else self.ranks.one_step()
         with together, self._memory_guard(number):
-            batch = self._passes.next_batch()
+            with interrupts_let_through():
+                batch = self._passes.next_batch()
             return batch, self.trainer.step(batch, number, self.recorder.around_forward(batch)), rate
 
     def land_commands(self, kind: str = "wait") -> None:
         """Carry out what waits in the queue, at a step boundary; `kind` tells other ranks what follows."""
-        with self._lock, self._uninterrupted(nested=True):
+        with interrupts_held(), self._lock, self._uninterrupted(nested=True):
             self.command_log.note_plan(self.budget, self._steps_done)
             for waiting in self._landings(kind):
                 if self._closed:
@@ -779,7 +781,8 @@ class Session(SteeringCalls):
     def finish_pass(self) -> None:
         """Let everything that counts in passes look at the one that has just ended."""
         finished = self._passes.number - 1
-        loss, accuracy = self.trainer.evaluate(self._valid_source)  # first: it may fail, and then nothing was done
+        with interrupts_let_through():  # first: it may fail, and then nothing was done
+            loss, accuracy = self.trainer.evaluate(self._valid_source)
         self._pass_owed = False
         self.sieve.finish_pass(finished, self._steps_done, self.planned_steps)
         self.budget.steps_per_epoch = self._train_source.steps_per_epoch

@@ -89,12 +89,15 @@ QUICK_TASK = Task("resnet8", "fashion-mini", 4, {"scheduler": "step"}, channels_
 
 HALF = "plain, half the passes"
 """What is cheaper than any method and asks for nothing: to plan a shorter training. A method has to beat it."""
+COSINE = "plain, cosine schedule"
+"""For the two ways in which each layer follows a cosine of its own, which no schedule in steps can give them."""
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     HALF: {},
+    COSINE: {"scheduler": "cosine"},
     "fixed list": {},  # the front half of the layers, from half of training on: named once the model is there
     "linear schedule": {"freeze": Schedule(variant="linear")},
-    "FreezeOut, cubic": {"freeze": Schedule(variant="freezeout")},
+    "FreezeOut, cubic": {"freeze": Schedule(variant="freezeout"), "scheduler": "cosine"},
     "gradient norm (AutoFreeze)": {"freeze": GradientNorm()},
     "loss sieve (InfoBatch)": {"sieve": LossSieve()},
     "random sieve 20 %": {"sieve": RandomSieve(fraction=0.2)},
@@ -104,7 +107,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plasticity + cache, a quarter from the start": {"freeze": QUARTER, "cache": ActivationCache()},
     "plasticity": {"freeze": SETTLED},
     "plasticity + cache": {"freeze": SETTLED, "cache": ActivationCache()},
-    "SpFDE 25 + 25": presets.spfde(),
+    "SpFDE 25 + 25": {**presets.spfde(), "scheduler": "cosine"},
     "plasticity + cache + sieve": {
         "freeze": SETTLED,
         "cache": ActivationCache(),

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from egeria_lab.commands import CommandQueue
 from egeria_lab.distributed.group import FollowingEndedError
+from egeria_lab.engine.interrupts import interrupts_held, interrupts_let_through
 from egeria_lab.errors import InvalidSettingError
 from egeria_lab.events import EventLog, RunFailed, RunPaused, RunResumed, RunStarted, RunStopped
 
@@ -183,12 +184,12 @@ class Runner:
 
         The first interrupt (Ctrl-C, or the kernel's stop button) pauses cleanly after the step under way.
         """
-        with self._condition:
-            self.check_free()
-            self._target = target_step
-            self._begin_locked()
-        self._announce_start()
-        with self._interrupts_pause():
+        with self._interrupts_pause(), interrupts_held():
+            with self._condition:
+                self.check_free()
+                self._target = target_step
+                self._begin_locked()
+            self._announce_start()
             self._loop(until, on_step, blocking=True)
         if self.state == "failed" and self.error is not None:
             raise self.error
@@ -227,7 +228,8 @@ class Runner:
         while True:
             outcome, reason = "failed", ""
             try:
-                outcome, reason = self._train(until, on_step, blocking)
+                with interrupts_let_through():
+                    outcome, reason = self._train(until, on_step, blocking)
             except FollowingEndedError as end:
                 outcome, reason = "stopped", str(end)
             except BaseException as error:  # kept, shown and raised again where the user stands

@@ -25,6 +25,7 @@ from egeria_lab.config import derive_seed
 from egeria_lab.data.loaders import Batch, BatchSource, Views
 from egeria_lab.engine.averaging import BUFFERS, WeightAverage
 from egeria_lab.engine.frozen_watch import FrozenWatch
+from egeria_lab.engine.interrupts import interrupts_let_through
 from egeria_lab.engine.losses import accuracy_of, check_labels, cross_entropy, loss_of_each
 from egeria_lab.engine.signals import SampleSignals, joined, sample_signals
 from egeria_lab.errors import (
@@ -258,7 +259,8 @@ class Trainer:
             made = []
             for part, share in zip(parts, shares, strict=True):
                 around = around_forward if part is parts[0] else nullcontext()
-                made.append(self._forward_and_backward(part, share, number, around))
+                with interrupts_let_through():  # nothing has changed yet; from the update on, a step is made whole
+                    made.append(self._forward_and_backward(part, share, number, around))
             self._update(batch, number)
         seconds = time.perf_counter() - start
         value = sum(share * one.loss for share, one in zip(shares, made, strict=True))

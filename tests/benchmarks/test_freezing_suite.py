@@ -15,7 +15,7 @@ from egeria_lab.benchmarks.freezing import WAYS, Task, compare
 from egeria_lab.benchmarks.freezing_figures import OURS, PLAIN, Curve, goals_of, row_of
 from egeria_lab.benchmarks.kept_parts import KeptParts
 
-TINY = Task("mlp", "digits", 3, {})
+TINY = Task("mlp", "digits", 3, {"scheduler": "step"})
 
 
 def curve(*points: tuple[float, float], saving: float = 0.0) -> Curve:
