@@ -109,19 +109,46 @@ def spfde(*, saving: float = 0.25, sieve: float = 0.25, sparsity: float = 0.9) -
     }
 
 
-def everything(*, tolerance: float = 0.2, sieve: float = 0.2, sparsity: float = 0.9) -> Keywords:
+def everything(
+    *,
+    tolerance: float | None = None,
+    sieve: float = 0.2,
+    sparsity: float = 0.9,
+    epochs: float | None = None,
+    settle: float | None = None,
+) -> Keywords:
     """Both systems together: freezing by measured plasticity, cache, circulant sieve and sparse training.
 
+    As the papers do it, layers freeze at once. With `epochs` and `settle` they come to rest first, from the start on
+    (`settled` with ``bootstrap_rate=None``): measured beside plain training, three seeds, ``everything(epochs=12,
+    settle=1/4, sieve=0.3, sparsity=0.5)`` trained ResNet-8 on blue-marble × 2.71 as fast (processor time) at 72.9 ± 0.7
+    against 73.8 ± 1.3 %, and a small Transformer on pronounce (10 epochs) × 2.16 as fast at 81.2 ± 0.4 against
+    85.4 ± 0.3 %.
+
     Args:
-        tolerance: as in `egeria`.
+        tolerance: share of a layer's own first slopes below which it is stable; None for 0.2, with `settle` for 1.0.
         sieve: as in `spfde`.
-        sparsity: as in `spfde`.
+        sparsity: as in `spfde`; half of the weights of a small model are few enough.
+        epochs: planned passes over the data, > 0, for `settle`: give the session the same.
+        settle: share of the plan over which a layer comes to rest before it freezes, in (0, 1), or None.
+
+    Raises:
+        InvalidSettingError: for a value that cannot be, and for one of `epochs` and `settle` without the other.
 
     Example:
-        >>> sorted(everything())
-        ['cache', 'freeze', 'sieve', 'sparsity']
+        >>> sorted(everything()), everything()["freeze"].settle_epochs
+        (['cache', 'freeze', 'sieve', 'sparsity'], 0.0)
+        >>> everything(epochs=12, settle=1 / 4)["freeze"].settle_epochs
+        3.0
     """
-    return {**spfde(sieve=sieve, sparsity=sparsity), **egeria(tolerance=tolerance)}
+    both = (epochs is None) == (settle is None)
+    require(both, "everything", "epochs and settle", (epochs, settle), "given both or neither")
+    if epochs is None or settle is None:
+        rule = egeria(tolerance=0.2 if tolerance is None else tolerance)
+    else:
+        moves = 1.0 if tolerance is None else tolerance
+        rule = settled(epochs=epochs, settle=settle, tolerance=moves, bootstrap_rate=None)
+    return {**spfde(sieve=sieve, sparsity=sparsity), **rule}
 
 
 def fine_tuning(*, tolerance: float = 1.0, lr: float = 0.01, cache: bool = True) -> Keywords:

@@ -113,7 +113,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "cache": ActivationCache(),
         "sieve": CirculantSieve(fraction=0.2),
     },
-    "everything": {**presets.everything(sieve=0.3, sparsity=0.5), "freeze": QUARTER},
+    "everything": presets.everything(sieve=0.3, sparsity=0.5, epochs=1, settle=1 / 4),
 }
 COMPOSER = "linear schedule (Composer's own code)"
 """Composer's function decides what of a session without a rule is frozen, at each end of a pass as its trainer does.

@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from egeria_lab.benchmarks import overhead
 from egeria_lab.benchmarks.charts import as_svg, chart
 from egeria_lab.benchmarks.harness import Timing, goal, interleave, result, write
 from egeria_lab.benchmarks.reference import spearman
@@ -85,3 +88,29 @@ def test_plots_are_drawn_on_the_page_and_kept_as_numbers(tmp_path: Path) -> None
 )
 def test_rank_correlation(a: list[float], b: list[float], expected: float) -> None:
     assert spearman(a, b) == pytest.approx(expected)
+
+
+def test_the_range_of_a_ratio_holds_the_true_one_nineteen_times_in_twenty() -> None:
+    draw = np.random.default_rng(0)
+    for many in (40, 400):
+        ones, held = Timing((1.0,) * many), 0
+        for _ in range(400):
+            noise = draw.lognormal(0.0, 0.3, many)  # its median is 1
+            low, high = Timing(tuple(1.1 * noise)).ratio_range(ones)
+            held += low <= 1.1 <= high
+        assert 370 <= held <= 396, held
+    assert Timing((1.0, 3.0, 2.0)).ratio_range(Timing((1.0,) * 3)) == (1.0, 3.0)
+
+
+def test_the_overhead_suite_times_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "STEPS", 2)
+    monkeypatch.setattr(overhead, "interleave", lambda ways, rounds: interleave(ways, rounds=1))
+    threads = torch.get_num_threads()
+    found = overhead.run()
+    assert torch.get_num_threads() == threads
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [overhead.HAND, overhead.BARE, overhead.JOURNAL, overhead.FIVE, overhead.TWO]
+    assert rows[overhead.HAND]["ratio_to_hand_written"] == 1.0
+    assert rows[overhead.BARE]["ratio_to_session_without_rule"] == 1.0
+    assert all(0.1 < row["ratio_to_hand_written"] < 10 for row in rows.values())
+    assert [each["goal"] for each in found["goals"]] == [1.02, 1.01, 1.05, 1.02]

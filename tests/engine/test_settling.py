@@ -348,3 +348,14 @@ def test_a_rate_that_never_falls_is_told_at_the_start(
     session = make({"bootstrap_rate": rate}, scheduler=scheduler)
     found = [one.message for one in session.events.of(Notice) if isinstance(one, Notice)]
     assert sum("nothing will be frozen by the rule" in message for message in found) == told
+
+
+def test_everything_settles_where_it_is_told_the_plan() -> None:
+    at_once, settled = lab.presets.everything(), lab.presets.everything(epochs=12, settle=0.25, sparsity=0.5)
+    assert (at_once["freeze"].settle_epochs, at_once["freeze"].tolerance) == (0.0, 0.2)
+    assert settled["freeze"] == lab.presets.settled(epochs=12, settle=0.25, bootstrap_rate=None)["freeze"]
+    assert lab.presets.everything(epochs=12, settle=0.25, tolerance=0.4)["freeze"].tolerance == 0.4
+    assert set(at_once) == set(settled)
+    for given in ({"epochs": 12}, {"settle": 0.25}):
+        with pytest.raises(InvalidSettingError, match="given both or neither"):
+            lab.presets.everything(**given)  # type: ignore[arg-type]
