@@ -89,20 +89,26 @@ def dress(figure: go.Figure, title: str, height: int, theme: str) -> go.Figure:
     return figure
 
 
-def style_plots() -> None:
+def style_plots(theme: str = "light") -> None:
     """From now on every Plotly figure of this process looks like ours, those of Plotly Express and of pandas too.
+
+    Args:
+        theme: ``"light"`` or ``"dark"``, for a notebook in a dark JupyterLab.
+
+    Raises:
+        UnknownNameError: for any other.
 
     Example:
         >>> before = pio.templates.default
-        >>> style_plots()
-        >>> pio.templates.default, pio.templates["egeria_lab"].layout.height
-        ('egeria_lab', 340)
+        >>> style_plots("dark")
+        >>> pio.templates.default, pio.templates["egeria_lab"].layout.paper_bgcolor
+        ('egeria_lab', '#16181d')
         >>> pio.templates.default = before
     """
-    bare = dress(go.Figure(), "", 340, "light").update_layout(
+    bare = dress(go.Figure(), "", 340, theme).update_layout(
         colorway=COLOURS, legend={"orientation": "v", "y": 1, "x": 1.02, "yanchor": "top", "yref": "paper"}
     )
-    axis = {"gridcolor": THEMES["light"]["grid"], "zeroline": False, "automargin": True, "exponentformat": "power"}
+    axis = {"gridcolor": THEMES[theme]["grid"], "zeroline": False, "automargin": True, "exponentformat": "power"}
     layout = {**bare.layout.to_plotly_json(), "template": None, "xaxis": axis, "yaxis": axis, "bargap": 0.25}
     pio.templates["egeria_lab"] = go.layout.Template(layout=layout)
     pio.templates.default = "egeria_lab"

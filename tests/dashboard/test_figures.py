@@ -6,15 +6,19 @@ import subprocess
 import sys
 
 import numpy as np
+import plotly.express as px
 import plotly.graph_objects as go
+import plotly.io as pio
 import pytest
 from fakes import FakeLayer, FakeSession, empty_session, told_session
 
+from egeria_lab.dashboard.figure_style import THEMES
 from egeria_lab.dashboard.figures import (
     learning_figure,
     plasticity_figure,
     savings_figure,
     savings_over_time_figure,
+    style_plots,
     timeline_figure,
 )
 from egeria_lab.dashboard.series import X_AXES
@@ -231,3 +235,22 @@ def test_figures_load_no_widget_library() -> None:
     code += "print([m for m in ('ipywidgets', 'anywidget') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_plots_of_ones_own_can_be_styled_for_a_light_and_a_dark_notebook(theme: str) -> None:
+    before = pio.templates.default
+    try:
+        style_plots(theme)
+        template = px.line(x=[1, 2], y=[1, 2]).layout.template.layout
+    finally:
+        pio.templates.default = before
+    assert (template.paper_bgcolor, template.font.color) == (THEMES[theme]["paper"], THEMES[theme]["ink"])
+    assert template.xaxis.gridcolor == THEMES[theme]["grid"]
+
+
+def test_an_unknown_theme_changes_nothing() -> None:
+    before = pio.templates.default
+    with pytest.raises(UnknownNameError, match="theme"):
+        style_plots("blue")
+    assert pio.templates.default == before
