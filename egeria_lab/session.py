@@ -44,6 +44,7 @@ from egeria_lab.engine.fair_lock import FairLock
 from egeria_lab.engine.interrupts import interrupts_held, interrupts_let_through
 from egeria_lab.engine.layer_board import LayerBoard
 from egeria_lab.engine.memory_guard import MemoryGuard
+from egeria_lab.engine.model_state import placed
 from egeria_lab.engine.monitor import PlasticityMonitor
 from egeria_lab.engine.passes import Passes
 from egeria_lab.engine.progress import ProgressBar
@@ -105,6 +106,8 @@ class Session(SteeringCalls):
         layers: names of the modules at whose outputs to cut, front to back; default: found by tracing.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"``.
         precision: ``"auto"`` and ``"fp32"`` train in float32, ``"bf16"`` and ``"fp16"`` under autocast.
+        channels_last: keep the weights of 2-d convolutions with their channels innermost, which they are often faster
+            with: × 1.4 to × 1.6 for a step of ResNet-8 on one thread of a CPU with AVX2. Rounds otherwise.
         max_grad_norm: clip the gradient norm of active parameters, or None.
         ema: decay of a running average of the weights, in (0, 1), or None for none; see
             `egeria_lab.engine.averaging.WeightAverage`, also for `ema_buffers` (``"copy"`` or ``"average"``).
@@ -164,6 +167,7 @@ class Session(SteeringCalls):
         layers: list[str] | None = None,
         device: str | torch.device = "auto",
         precision: str = "auto",
+        channels_last: bool = False,
         max_grad_norm: float | None = None,
         ema: float | None = None,
         ema_buffers: str = "copy",
@@ -185,13 +189,13 @@ class Session(SteeringCalls):
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "cluster")}
         check_arguments(
             batch_size, epochs, seed, freeze, cache, augment, layers, sieve, sparsity, accumulate,
-            deterministic=deterministic, paused=paused,
+            deterministic=deterministic, paused=paused, channels_last=channels_last,
         )  # fmt: skip
         self.device = choose_device(device)
         self.data, train, valid = load_data(data)
         self.seed = seed
         self._train_source, self._valid_source = streaming.make_sources(train, valid, **self._arguments)
-        self.model = build_model(model, self.data, seed).to(self.device)
+        self.model = placed(build_model(model, self.data, seed), self.device, channels_last=channels_last)
         self.name = f"{model if isinstance(model, str) else type(model).__name__} on {self.data.name}"
         self.optimizer = make_optimizer(optimizer, self.model, lr)
         full_steps = self._train_source.steps_per_epoch

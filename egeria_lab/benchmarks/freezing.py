@@ -188,12 +188,11 @@ def _all_seeds(
 
 def side_by_side(task: Task, ways: Sequence[str], seed: int) -> dict[str, Curve]:
     """All ways of one seed, a part of each one's plan in turn."""
-    base = {"epochs": task.epochs, "seed": seed, "freeze": None, "undo_bytes": 0, **task.keywords}
+    base = {"epochs": task.epochs, "seed": seed, "freeze": None, "undo_bytes": 0, "channels_last": task.channels_last}
     source = load(task.data, **task.options)
-    sessions = {way: Session(task.model, source, **{**base, **_keywords(task, way, source)}) for way in ways}
-    if task.channels_last:
-        for session in sessions.values():
-            session.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sessions = {
+        way: Session(task.model, source, **{**base, **task.keywords, **_keywords(task, way, source)}) for way in ways
+    }
     clocks = {way: _Clock(session) for way, session in sessions.items()}
     if COMPOSER in clocks:
         clocks[COMPOSER].after_pass = _composed(sessions[COMPOSER])

@@ -39,6 +39,17 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def placed(model: nn.Module, device: torch.device, *, channels_last: bool) -> nn.Module:
+    """The model on its device, with the channels of 2-d convolutions innermost where that is asked for.
+
+    Example:
+        >>> placed(nn.Conv2d(2, 3, 3), torch.device("cpu"), channels_last=True).weight.stride()
+        (18, 1, 6, 2)
+    """
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if channels_last else model  # type: ignore[call-overload]
+
+
 def lay_out(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Let the weights lie in memory as they did; what lay in the usual order may lie as this model has it.
 

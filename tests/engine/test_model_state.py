@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import egeria_lab as lab
 from egeria_lab.engine.model_state import lay_out, model_state
+from egeria_lab.errors import InvalidSettingError
 
 
 class Convolutions(nn.Module):
@@ -97,3 +99,46 @@ def test_strides_that_cannot_be_are_refused(wrong: list[int]) -> None:
     model = nn.Conv2d(2, 3, 3)
     with pytest.raises(ValueError, match=r"strides|argument"):
         lay_out(model, {"strides": {"weight": wrong}})
+
+
+ASKED: dict[str, Any] = {
+    "model": "resnet8", "data": "digits", "epochs": 8, "seed": 0, "batch_size": 256, "channels_last": True,
+    "freeze": lab.Plasticity(interval_steps=2, window=3, patience=2, tolerance=2.0, bootstrap_epochs=0),
+}  # fmt: skip
+
+
+def test_asked_for_by_keyword_a_run_repeats_from_its_record(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    usual = lab.Session(**{**ASKED, "channels_last": False})
+    first = lab.Session(**ASKED)
+    assert strides(first) != strides(usual)
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), usual.model.parameters(), strict=True))
+    first.step(8)
+    first.save(tmp_path / "a.ckpt")
+    assert lab.replay(tmp_path / "a.ckpt").exact
+    again = lab.Session.from_config(first.config.write(tmp_path / "run.toml"))
+    again.step(8)
+    assert same(first, again)
+    for one in (usual, first, again):
+        one.close()
+
+
+def test_a_cached_front_is_equal_to_the_bit_in_this_layout_too() -> None:
+    torch.set_num_threads(1)
+    plain, cached = lab.Session(**ASKED), lab.Session(**ASKED, cache=lab.ActivationCache(self_profiling=False))
+    for one in (plain, cached):
+        one.step(3)
+        one.freeze("layers.0")
+        one.freeze("layers.1")
+        one.run(progress=False)
+    assert cached.cache is not None
+    assert cached.cache.statistics.hits > 0
+    assert plain.history["steps"]["loss"].tolist() == cached.history["steps"]["loss"].tolist()
+    assert same(plain, cached)
+    plain.close()
+    cached.close()
+
+
+def test_a_layout_that_is_no_switch_is_refused() -> None:
+    with pytest.raises(InvalidSettingError, match="channels_last must be True or False, got 'yes'"):
+        lab.Session("resnet8", "digits", channels_last="yes")  # type: ignore[arg-type]
