@@ -31,17 +31,22 @@ class _Holder:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Keep an interrupt, or hand it on."""
         if self.is_open:
-            self.before(number, frame)
+            self._pass_on(frame)
         elif self.kept and time.monotonic() - self.since >= PATIENCE_SECONDS:
             self.kept.clear()
-            self.before(number, frame)
+            self._pass_on(frame)
         else:
             self.kept.append(frame)
 
     def hand_on(self) -> None:
         """What was kept happens now."""
         while self.kept:
-            self.before(signal.SIGINT, self.kept.pop(0))
+            self._pass_on(self.kept.pop(0))
+
+    def _pass_on(self, frame: FrameType | None) -> None:
+        was_open, self.is_open = self.is_open, False
+        self.before(signal.SIGINT, frame)
+        self.is_open = was_open  # not when it raised: what cleans up behind an interrupt is not interrupted again
 
 
 _holder: _Holder | None = None

@@ -129,6 +129,26 @@ def test_inside_it_a_block_lets_them_through_and_what_came_before_too() -> None:
     assert note == ["let through", "held again", "until its end"]
 
 
+def test_what_cleans_up_behind_an_interrupt_is_not_interrupted_again() -> None:
+    note: list[str] = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            _interrupted(note, "cleaning", "cleaned")
+
+    def held() -> None:
+        with interrupts_held():
+            with pytest.raises(KeyboardInterrupt), interrupts_let_through():
+                work()
+            note.append("behind")
+
+    with pytest.raises(KeyboardInterrupt):  # the second one, at the end of the block
+        held()
+    assert note == ["cleaning", "cleaned", "behind"]
+
+
 def test_an_endless_loop_in_a_held_block_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with interrupts_held():
         signal.raise_signal(signal.SIGINT)
